@@ -1,0 +1,58 @@
+# Every target sets up what it needs. Variables: PYTHON (3.10 or later), PIP_ARGS (extra arguments to pip),
+# ARGS (extra arguments to the demo or to pytest), WORKERS (test processes).
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+# One PyTorch thread to a worker: on two cores the suite takes two thirds of the time of one process with two threads.
+WORKERS ?= auto
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types build table format clean
+
+help: ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP) ## Create .venv and install the package, editable, with its tools. No-op when up to date.
+
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/triton.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "tilewise needs Python 3.10 or later: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "The venv module is missing. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c requirements/constraints.txt -e '.[dev]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q $(PIP_ARGS) -r requirements/triton.txt
+	@touch $@
+
+demo: setup ## Train a small model on real text with tiled attention, beside PyTorch's own.
+	$(BIN)/tilewise demo $(ARGS)
+
+test: setup ## Run the tests.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
+
+check: lint types build test ## Everything that has to hold before a commit.
+
+lint: setup ## Format and lint, without changing anything.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup ## Type-check the package.
+	$(BIN)/mypy
+
+build: setup ## Build wheel and sdist and run the wheel in a clean environment.
+	$(BIN)/python tools/check_build.py
+
+table: setup ## Write the support table of README.md anew.
+	$(BIN)/python tools/support_table.py
+
+format: setup ## Format the code and mend what the linter can.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove the environment and everything that was built.
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
