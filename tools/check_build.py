@@ -1,0 +1,75 @@
+"""Build the sdist, from it the wheel, and run the wheel in an environment that has never seen this source tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# The editable install must be out of reach, or the wheel could borrow from it.
+PROBE = """
+import sys, torch, tilewise
+home = tilewise.__file__
+assert home.startswith(sys.prefix), home
+q = torch.randn(1, 7, 2, 8)
+assert tilewise.attention(q, q, q, causal=True).shape == q.shape
+print(f"the wheel runs from {home}")
+"""
+
+
+def run(*command: str | Path) -> None:
+    subprocess.run([str(part) for part in command], check=True, cwd=tempfile.gettempdir())
+
+
+def build(target: Path) -> Path:
+    """Build both archives into `target` and return the wheel, which is built from the sdist."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT)
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def check_contents(wheel: Path) -> None:
+    """The wheel is pure, and it holds every file of the package, the licence and nothing else."""
+    if not wheel.name.endswith("-py3-none-any.whl"):
+        sys.exit(f"{wheel.name} is not a pure wheel")
+    listing = subprocess.run(
+        ["git", "ls-files", "src/tilewise"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
+    expected = {path.removeprefix("src/") for path in listing if (ROOT / path).exists()}
+    names = set(zipfile.ZipFile(wheel).namelist())
+    packed = {name for name in names if ".dist-info/" not in name}
+    if missing := expected - packed:
+        sys.exit(f"the wheel lacks {sorted(missing)}")
+    if foreign := {name for name in packed if not name.startswith("tilewise/")}:
+        sys.exit(f"the wheel holds {sorted(foreign)}")
+    if not any(name.endswith("licenses/LICENSE") for name in names):
+        sys.exit("the wheel lacks its licence")
+
+
+def install(wheel: Path, home: Path) -> Path:
+    """A new environment with the wheel in it; PyTorch is borrowed from this one, for it is large."""
+    run(sys.executable, "-m", "venv", "--without-pip", home)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    paths = {"base": str(home), "platbase": str(home)}
+    # A .pth file adds this environment's folder without the .pth files in it: the editable install stays hidden.
+    (Path(sysconfig.get_path("purelib", vars=paths)) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = build(Path(folder) / "dist")
+        check_contents(wheel)
+        python = install(wheel, Path(folder) / "venv")
+        run(python, "-W", "error", "-c", PROBE)
+        run(python.parent / "tilewise", "--help")
+
+
+if __name__ == "__main__":
+    main()
