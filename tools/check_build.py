@@ -22,14 +22,15 @@ print(f"the wheel runs from {home}")
 """
 
 
-def run(*command: str | Path) -> None:
-    subprocess.run([str(part) for part in command], check=True, cwd=tempfile.gettempdir())
+def run(folder: Path, *command: str | Path) -> None:
+    """Run `command` in `folder`, from where nothing of this source tree can be imported."""
+    subprocess.run([str(part) for part in command], check=True, cwd=folder)
 
 
-def build(target: Path) -> Path:
-    """Build both archives into `target` and return the wheel, which is built from the sdist."""
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", target, ROOT)
-    (wheel,) = target.glob("*.whl")
+def build(folder: Path) -> Path:
+    """Build both archives into `folder` and return the wheel, which is built from the sdist."""
+    run(folder, sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    (wheel,) = folder.glob("*.whl")
     return wheel
 
 
@@ -53,9 +54,10 @@ def check_contents(wheel: Path) -> None:
 
 def install(wheel: Path, home: Path) -> Path:
     """A new environment with the wheel in it; PyTorch is borrowed from this one, for it is large."""
-    run(sys.executable, "-m", "venv", "--without-pip", home)
+    home.mkdir()
+    run(home, sys.executable, "-m", "venv", "--without-pip", home)
     python = home / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(home, sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
     paths = {"base": str(home), "platbase": str(home)}
     # A .pth file adds this environment's folder without the .pth files in it: the editable install stays hidden.
     (Path(sysconfig.get_path("purelib", vars=paths)) / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
@@ -63,12 +65,13 @@ def install(wheel: Path, home: Path) -> Path:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        wheel = build(Path(folder) / "dist")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheel = build(folder)
         check_contents(wheel)
-        python = install(wheel, Path(folder) / "venv")
-        run(python, "-W", "error", "-c", PROBE)
-        run(python.parent / "tilewise", "--help")
+        python = install(wheel, folder / "venv")
+        run(folder, python, "-W", "error", "-c", PROBE)
+        run(folder, python.parent / "tilewise", "--help")
 
 
 if __name__ == "__main__":
