@@ -23,6 +23,7 @@ PARAMETERS = 8
 LONG_SIGNATURES = {
     "api.py": {"attention", "attention_varlen", "attention_with_kvcache"},
     "explain.py": {"explain"},
+    "arguments.py": {"prepare"},
 }
 
 Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
