@@ -1,4 +1,4 @@
-"""Limits that keep every piece readable: length of functions and files, number of parameters, reasons for exceptions."""
+"""Limits that keep pieces readable: length of functions and files, number of parameters, reasons for exceptions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_functions_take_few_parameters(path: Path) -> None:
     assert not wide
 
 
-# `code # type: ignore[name]  # why` and `code # noqa: NAME - why`
+# An exception names its rule, then its reason after a dash or in a comment of its own.
 EXCEPTION = re.compile(r"#\s*(type:\s*ignore|noqa)")
 REASONED = re.compile(r"#\s*(type:\s*ignore\[[\w, -]+\]|noqa:\s*[A-Z]+\d+(,\s*[A-Z]+\d+)*)\s*(#|-|–)\s*\S.{5,}")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from pathlib import Path
 
@@ -46,3 +48,9 @@ def test_every_page_is_in_the_index() -> None:
     linked = {match[1] for match in LINK.finditer(index)}
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert pages - {"index.md"} <= linked
+
+
+def test_support_table_is_what_the_backends_say() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "support_table.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
