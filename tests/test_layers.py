@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "tilewise"
 # The first part of a module's name inside the package decides its layer.
 LAYERS = {
     0: "errors interning problem masks mask_algebra block_masks score_mods sequences tiles roofline",
-    1: "reference softmax dropout quantize arguments checks",
+    1: "reference softmax products dropout quantize arguments checks",
     2: "cpu _triton hopper decode textbook",
     3: "autograd dispatch",
     4: "__init__ __main__ api explain cli demo report integrations compat distributed",
