@@ -1,0 +1,61 @@
+"""The portable backend: kernels in Triton, for any GPU that Triton serves and for its CPU interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from .. import errors, tiles
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from . import compiled
+from .forward import forward as _forward
+
+NAME = "triton"
+
+if triton.knobs.runtime.interpret:
+    from . import interpreter
+
+    interpreter.mend()
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_HEAD_DIM = 512
+
+
+def unsupported_reasons(problem: Problem) -> list[str]:
+    """Why this backend cannot serve a problem; empty if it can."""
+    reasons = []
+    if problem.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        reasons.append("tensors on cpu run only in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts")
+    if problem.dtype not in _DTYPES:
+        reasons.append(f"{problem.dtype} inputs; it takes float16, bfloat16 and float32")
+    if max(problem.head_dim, problem.head_dim_v) > _MAX_HEAD_DIM:
+        reasons.append(f"a head dim above {_MAX_HEAD_DIM}")
+    try:
+        compiled.check(problem.options)
+    except errors.UnsupportedError as error:
+        reasons.append(str(error))
+    return reasons
+
+
+def _architecture(device: torch.device) -> str:
+    """The row class of `tiles.TABLE` for a device: by instructions and shared memory."""
+    if device.type != "cuda":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "small"
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0):
+        return "hopper"
+    return "large" if capability in ((8, 0), (10, 0), (10, 3)) else "small"
+
+
+def tile(problem: Problem, pass_: str) -> TileConfig:
+    """Tile of a pass: forward, delta, dq, dkv or dbias."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    return tiles.lookup(NAME, pass_, problem.dtype, head_dim, _architecture(problem.device))
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` in `problem.out_dtype` and ``lse`` fp32, -inf for rows that see nothing."""
+    return _forward(problem, inputs, tile(problem, "forward"))

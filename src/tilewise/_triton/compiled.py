@@ -1,0 +1,335 @@
+"""User functions as device functions: predicates and score modifications, written once, run in PyTorch and in a kernel.
+
+A function is read from its source and rewritten where Triton's language differs from PyTorch's: ``//`` and ``%`` round
+down, captured numbers become literals, ``table[i, j]`` on an extra tensor becomes a load, and a few functions
+(`FUNCTIONS`) are Triton's. A mask expression becomes one function of the same kind, so that a kernel knows one
+predicate, whatever it is made of.
+
+Restrictions: the source must be readable (a file, a notebook or a doctest, not ``exec``), positional parameters only,
+and nothing captured but numbers and functions of this kind.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import linecache
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import errors, masks
+from ..interning import intern, lookup
+from ..mask_algebra import Mask
+from ..problem import Options
+from ..score_mods import ScoreMod
+from . import device
+
+# Positions stay below this, so a bound this large is none.
+UNBOUNDED = 2**30
+
+
+class Table(NamedTuple):
+    """A tensor that a device function reads: sizes and strides per dimension."""
+
+    ptr: Any
+    sizes: Any
+    strides: Any
+
+
+@triton.jit
+def floor_mod(a, b):
+    """``a % b`` with the sign of b, as in Python and PyTorch."""
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def floor_div(a, b):
+    """``a // b`` rounded down, as in Python and PyTorch."""
+    d = a // b
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), d - 1, d)
+
+
+@triton.jit
+def at(table, index):
+    """``table[index]`` for a tuple of indices; one outside reads 0, a negative one counts from the end."""
+    offset = tl.zeros((), tl.int64)
+    inside = offset == 0
+    for d in tl.static_range(len(index)):
+        i = index[d] + tl.zeros((), tl.int64)
+        i = tl.where(i < 0, i + table.sizes[d], i)
+        inside = inside & (i >= 0) & (i < table.sizes[d])
+        offset = offset + i * table.strides[d]
+    return tl.load(table.ptr + offset, mask=inside, other=0)
+
+
+@triton.jit
+def grid_at(table, b, h, q, k):
+    """The element of a tensor that broadcasts to [B, Hq, Sq, Sk]: a dimension of size 1 has stride 0."""
+    offset = b.to(tl.int64) * table.strides[0] + h.to(tl.int64) * table.strides[1]
+    return tl.load(table.ptr + offset + q.to(tl.int64) * table.strides[2] + k.to(tl.int64) * table.strides[3])
+
+
+@triton.jit
+def same_document(q_ids, k_ids, b, q, k):
+    """Whether row and key have one id; ids are [B|1, S]."""
+    row = tl.load(q_ids.ptr + b.to(tl.int64) * q_ids.strides[0] + q * q_ids.strides[1])
+    return row == tl.load(k_ids.ptr + b.to(tl.int64) * k_ids.strides[0] + k * k_ids.strides[1])
+
+
+_HELPERS = {"_floor_mod": floor_mod, "_floor_div": floor_div, "_at": at}
+# Functions of PyTorch that may be called beside operators.
+FUNCTIONS = {
+    **{name: getattr(tl, name) for name in ("abs", "where", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")},
+    **{name: getattr(tl, name) for name in ("maximum", "minimum", "floor", "ceil", "sigmoid")},
+    "tanh": device.tanh,
+}
+
+
+def _refuse(fn: Callable[..., Any], why: str, fix: str) -> NoReturn:
+    name = getattr(fn, "__qualname__", repr(fn))
+    errors.fail(errors.UnsupportedError, name, why, "functions that Triton can compile (tilewise._triton.compiled)", fix)
+
+
+def _starts_at(node: ast.AST, line: int) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return line in [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+    return isinstance(node, ast.Lambda) and node.lineno == line
+
+
+def _definition(fn: FunctionType) -> tuple[list[str], list[ast.stmt]]:
+    """Parameter names and body, from the source."""
+    try:
+        lines, _ = inspect.findsource(fn)
+        tree = ast.parse("".join(lines))
+    except (OSError, SyntaxError):
+        _refuse(fn, "a function without readable source", "define it in a file")
+    code = fn.__code__
+    kind = ast.Lambda if fn.__name__ == "<lambda>" else ast.FunctionDef
+    names = list(code.co_varnames[: code.co_argcount])
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, kind) and _starts_at(node, code.co_firstlineno):
+            args = node.args
+            if [arg.arg for arg in args.args] == names and _holds(node, fn):
+                if args.vararg or args.kwonlyargs or args.kwarg or args.posonlyargs or args.defaults:
+                    _refuse(fn, "*, ** or default parameters", "name every parameter")
+                found[ast.dump(node)] = node
+    if len(found) != 1:
+        _refuse(fn, f"a function whose source is not found for certain ({len(found)} candidates)", "use def on its own line")
+    (node,) = found.values()
+    if isinstance(node, ast.Lambda):
+        return names, [ast.Return(node.body)]
+    return names, [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+
+
+def _holds(node: ast.Lambda | ast.FunctionDef, fn: FunctionType) -> bool:
+    """Whether the code of `fn` lies inside this node; Python 3.10 knows no columns and trusts the line."""
+    if not isinstance(node, ast.Lambda) or not hasattr(fn.__code__, "co_positions"):
+        return True
+    first, last = (node.body.lineno, node.body.col_offset), (node.body.end_lineno, node.body.end_col_offset)
+    spots = [(line, column) for line, _, column, _ in fn.__code__.co_positions() if line and column]
+    return all(first <= spot <= last for spot in spots)
+
+
+class _Rewrite(ast.NodeTransformer):
+    """One user function in Triton's language; `bound` collects what its text refers to."""
+
+    def __init__(self, fn: FunctionType, names: list[str], tables: dict[str, int], bound: dict[str, Any]) -> None:
+        captured = inspect.getclosurevars(fn)
+        self.fn, self.tables, self.bound = fn, tables, bound
+        self.outer = {**captured.builtins, **captured.globals, **captured.nonlocals}
+        self.local = {*names, *fn.__code__.co_varnames}
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        helper = {ast.Mod: "_floor_mod", ast.FloorDiv: "_floor_div"}.get(type(node.op))
+        if helper is None or (isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant)):
+            return node
+        return ast.Call(ast.Name(helper, ast.Load()), [node.left, node.right], [])
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if not (isinstance(node.value, ast.Name) and node.value.id in self.tables):
+            self.generic_visit(node)
+            return node
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        rank = self.tables[node.value.id]
+        if len(index) != rank:
+            _refuse(self.fn, f"{len(index)} indices into the {rank}-dimensional {node.value.id!r}", "index every dimension")
+        indices = ast.Tuple([self.visit(i) for i in index], ast.Load())
+        return ast.Call(ast.Name("_at", ast.Load()), [node.value, indices], [])
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        source = self.outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        if source is math and isinstance(getattr(math, node.attr, None), float):
+            return ast.Constant(getattr(math, node.attr))
+        if source is not torch:
+            self.generic_visit(node)
+            return node
+        if node.attr not in FUNCTIONS:
+            _refuse(self.fn, f"a call of torch.{node.attr}", f"use operators and torch.{', torch.'.join(sorted(FUNCTIONS))}")
+        return self._bind(FUNCTIONS[node.attr], f"_torch_{node.attr}")
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        name = node.id
+        if name in self.local and name in self.tables and self.tables[name]:
+            _refuse(self.fn, f"the tensor {name!r} used without an index", "index every dimension: table[h], table[q - k]")
+        if name in self.local:
+            return node
+        value = self.outer.get(name)
+        if isinstance(value, (bool, int, float)):
+            return ast.Constant(value)
+        if value is abs:
+            return self._bind(tl.abs, "_abs")
+        if isinstance(value, FunctionType):
+            return self._bind(device_function(intern(value), ()), f"_{name}_{intern(value)}")
+        _refuse(self.fn, f"{name!r} from outside, a {type(value).__name__}", "capture numbers only; pass tensors through aux=")
+
+    def _bind(self, value: Any, name: str) -> ast.Name:
+        self.bound[name] = value
+        return ast.Name(name, ast.Load())
+
+
+_serial = itertools.count()
+
+
+def _build(name: str, text: str, bound: dict[str, Any]) -> Any:
+    """`text` as a jitted function. Triton reads sources, so the text becomes a file in `linecache`."""
+    file = f"<tilewise {name} {next(_serial)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    namespace = {**bound, "tl": tl, "__name__": __name__}
+    exec(compile(text, file, "exec"), namespace)
+    return triton.jit(namespace[name])
+
+
+@lru_cache(maxsize=None)
+def device_function(number: int, ranks: tuple[int | None, ...], positions: int | None = None) -> Any:
+    """The interned function `number` for kernels, as ``fn(*positional, aux)``.
+
+    Args:
+        number: from `interning.intern`.
+        ranks: for each extra argument the rank of a tensor, or None for a number.
+        positions: how many parameters come before the extra ones; None: there is no `aux`.
+    """
+    fn = lookup(number)
+    if not isinstance(fn, FunctionType):
+        _refuse(fn, "a callable that is no plain function", "use def or lambda")  # type: ignore[arg-type]  # any callable
+    names, body = _definition(fn)
+    extra = [] if positions is None else names[positions:]
+    if len(extra) != len(ranks):
+        _refuse(fn, f"{len(names)} parameters", f"take {len(ranks)} beside the {positions} for positions")
+    tables = {name: rank for name, rank in zip(extra, ranks, strict=True) if rank is not None}
+    bound = dict(_HELPERS)
+    rewrite = _Rewrite(fn, names, tables, bound)
+    body = [rewrite.visit(statement) for statement in body]
+    head = [
+        ast.parse(f"{name} = tl.load(aux[{i}].ptr)" if ranks[i] == 0 else f"{name} = aux[{i}]").body[0]
+        for i, name in enumerate(extra)
+    ]
+    parameters = names if positions is None else [*names[:positions], "aux"]
+    shown = ast.parse(f"def function({', '.join(parameters)}): pass").body[0]
+    assert isinstance(shown, ast.FunctionDef)
+    shown.body = [*head, *body]
+    return _build("function", ast.unparse(ast.fix_missing_locations(shown)) + "\n", bound)
+
+
+def table(tensor: torch.Tensor, device_: torch.device) -> Table:
+    """A tensor argument; a size of 1 has stride 0, so that any index reads it where it broadcasts."""
+    tensor = tensor.to(device_)
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Table(tensor, tuple(tensor.shape), strides)
+
+
+def _aux(aux: tuple[Any, ...], where: torch.device) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
+    data = tuple(table(value, where) if isinstance(value, torch.Tensor) else value for value in aux)
+    return data, tuple(value.ndim if isinstance(value, torch.Tensor) else None for value in aux)
+
+
+def score_functions(mod: ScoreMod, where: torch.device) -> tuple[Any, Any, tuple[Any, ...]]:
+    """``fn(s, b, h, q, k, aux)``, ``dfn(ds, s, b, h, q, k, aux)`` (or None) and their `aux`."""
+    aux, ranks = _aux(mod.aux, where)
+    dfn = None if mod.dfn is None else device_function(intern(mod.dfn), ranks, 6)
+    return device_function(intern(mod.fn), ranks, 5), dfn, aux
+
+
+class _Composer:
+    """Writes a mask expression as one Python expression over ``b, h, q, k, off, data``."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where, self.data, self.bound = where, [], {}  # type: ignore[var-annotated]  # filled by expression()
+
+    def put(self, value: Any) -> str:
+        self.data.append(table(value, self.where) if isinstance(value, torch.Tensor) else value)
+        return f"data[{len(self.data) - 1}]"
+
+    def call(self, name: str, function: Any, *arguments: str) -> str:
+        self.bound[name] = function
+        return f"{name}({', '.join(arguments)})"
+
+    def expression(self, mask: Mask) -> str:
+        if isinstance(mask, (masks.And, masks.Or)):
+            sign = "&" if isinstance(mask, masks.And) else "|"
+            return f"({self.expression(mask.a)} {sign} {self.expression(mask.b)})"
+        if isinstance(mask, masks.Predicate):
+            data, ranks = _aux(mask.aux, self.where)
+            number = intern(mask.fn)
+            self.data.append(data)
+            name = f"_user_{number}_{'_'.join(map(str, ranks))}"
+            return self.call(name, device_function(number, ranks, 4), "b", "h", "q", "k", f"data[{len(self.data) - 1}]")
+        return f"({self.leaf(mask)})"
+
+    def leaf(self, mask: Mask) -> str:
+        if isinstance(mask, masks.Causal):
+            return "k <= q + off"
+        if isinstance(mask, masks.Window):
+            sides = [(mask.left, "q + off - k <= "), (mask.right, "k - q - off <= ")]
+            return " & ".join(f"({text}{self.put(min(n, UNBOUNDED))})" for n, text in sides if n is not None) or "k >= 0"
+        if isinstance(mask, masks.PrefixLM):
+            prefix = self.put(mask.prefix if isinstance(mask.prefix, torch.Tensor) else min(mask.prefix, UNBOUNDED))
+            if isinstance(mask.prefix, torch.Tensor):
+                prefix = self.call("_at", at, prefix, "(b,)")
+            return f"(k < {prefix}) | (k <= q + off)"
+        if isinstance(mask, masks.Document):
+            ids = [x if x.ndim == 2 else x[None] for x in (mask.q_ids, mask.keys)]
+            return self.call("_same_document", same_document, self.put(ids[0]), self.put(ids[1]), "b", "q", "k")
+        if isinstance(mask, masks.Dense):
+            return self.call("_grid_at", grid_at, self.put(mask.grid()), "b", "h", "q", "k") + " != 0"
+        if isinstance(mask, masks.BlockMask):
+            tiles, q, k = self.put(mask.tiles), self.put(mask.block_q), self.put(mask.block_k)
+            return self.call("_grid_at", grid_at, tiles, "b", "h", f"q // {q}", f"k // {k}") + " != 0"
+        if isinstance(mask, masks.Full):
+            return "k >= 0"
+        errors.fail(errors.UnsupportedError, "mask", type(mask).__name__, "the masks of tilewise.masks", "use Predicate")
+
+
+_predicates: dict[Any, Any] = {}
+
+
+def predicate(mask: Mask, where: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """``visible(b, h, q, k, off, data)`` of a mask expression, and its `data`."""
+    composer = _Composer(where)
+    text = f"def visible(b, h, q, k, off, data):\n    return {composer.expression(mask)}\n"
+    key = (text, tuple(sorted(composer.bound)))
+    if key not in _predicates:
+        _predicates[key] = _build("visible", text, composer.bound)
+    return _predicates[key], tuple(composer.data)
+
+
+def check(options: Options) -> None:
+    """Raise UnsupportedError for a user function that cannot be compiled."""
+    if options.score_mod is not None:
+        score_functions(options.score_mod, torch.device("cpu"))
+    for part in masks.parts(options.mask):
+        if isinstance(part, masks.Predicate):
+            predicate(part, torch.device("cpu"))

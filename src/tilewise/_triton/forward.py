@@ -1,0 +1,149 @@
+"""Forward: ``o = softmax(s) v`` and ``lse = log sum exp s``, one program per tile of rows, keys streamed past it.
+
+Algorithm 1 of FlashAttention-2 (Dao, 2023). HBM: reads q once and k, v once per tile of rows, writes o and lse.
+
+*Handles* every option of `Problem`. *Not here*: split keys (decode), fp8.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from . import device, launch
+from .device import LN2, LOG2E
+
+
+class Streams(NamedTuple):
+    """The key and value rows that a program reads: addresses of key 0, and row strides."""
+
+    k: Any
+    v: Any
+    k_stride: Any
+    v_stride: Any
+
+
+@triton.jit
+def _attend(state, q_tile, streams, lo, hi, m0, seq, span, variant, tiles, left, right, shape, MASKED: tl.constexpr):
+    """The loop body over key tiles ``lo .. hi`` (of the plan's row `tiles`, if any), tested per element if MASKED."""
+    acc, l_i, m_i = state
+    scoring, dropout = variant.scoring, variant.dropout
+    offs_m = m0 + tl.arange(0, shape.BLOCK_M)
+    offs_n = tl.arange(0, shape.BLOCK_N)
+    for i in tl.range(lo, hi):
+        n0 = i * shape.BLOCK_N
+        if variant.plan is not None:
+            n0 = tl.load(tiles + i) * shape.BLOCK_N
+        keys = (n0 + offs_n)[None, :]
+        first, last = span.first - n0, span.last - n0
+        k_ptr = streams.k + n0.to(tl.int64) * streams.k_stride
+        k_tile = device.load_rows(k_ptr, streams.k_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
+        if not scoring.fold:
+            s = device.scores(s, scoring, seq, offs_m[:, None], keys).s
+        if MASKED:
+            seen = device.visible(variant.visibility, seq, offs_m[:, None], keys, left, right)
+            s = tl.where(seen, s, float("-inf"))
+        s_max = tl.max(s, 1)  # [M]
+        if scoring.fold:
+            s_max = s_max * (scoring.scale * LOG2E)
+        m_new = tl.maximum(m_i, s_max)
+        m_safe = m_new
+        if MASKED or not scoring.fold:
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if scoring.fold:
+            # Scaling and subtracting the maximum are one instruction here.
+            p = tl.exp2(s * (scoring.scale * LOG2E) - m_safe[:, None])  # [M, N]
+        else:
+            p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        if dropout is not None:
+            p = tl.where(device.keep_tile(dropout, seq, m0, n0, shape), p, 0.0)
+        v_ptr = streams.v + n0.to(tl.int64) * streams.v_stride
+        v_tile = device.load_rows(v_ptr, streams.v_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        if MASKED and variant.visibility.irregular:
+            v_tile = device.zero_unseen(v_tile, seen, 0)
+        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
+    return acc, l_i, m_i
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+    """Programs: (batch, head, tile of rows), the longest rows of a causal mask first."""
+    tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = tiles_m - 1 - pid % tiles_m
+    h = (pid // tiles_m) % shape.HEADS
+    b = pid // tiles_m // shape.HEADS
+    seq = device.locate(variant.lengths, b, h, seqlen_q, seqlen_k, shape)
+    m0 = tile_m * shape.BLOCK_M
+    if m0 >= seq.len_q:
+        return
+    offs_m = tl.arange(0, shape.BLOCK_M)
+    rows_left = seq.len_q - m0
+    q_ptr = device.row_ptr(q, b, seq.q_start + m0, h)
+    q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
+    streams = Streams(
+        device.row_ptr(k, b, seq.k_start, h // shape.GROUP), device.row_ptr(v, b, seq.k_start, h // shape.GROUP), k.seq, v.seq
+    )  # fmt: skip
+    m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([shape.BLOCK_M], tl.float32)
+    if sinks is not None:
+        # A sink is a key with value 0 that every row has already seen.
+        m_i = tl.zeros_like(m_i) + tl.load(sinks + h).to(tl.float32) * LOG2E
+        l_i += 1.0
+    state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
+    span = device.keys_of(seq, m0, left, right, shape)
+    if variant.plan is not None:
+        row = device.plan_ptr(variant.plan, seq, tile_m)
+        full, listed = tl.load(row), tl.load(row + 1)
+        state = _attend(state, q_tile, streams, 0, full, m0, seq, span, variant, row + 2, left, right, shape, False)
+        state = _attend(state, q_tile, streams, full, listed, m0, seq, span, variant, row + 2, left, right, shape, True)
+    elif variant.visibility.every_tile:
+        state = _attend(state, q_tile, streams, span.lo, span.hi, m0, seq, span, variant, 0, left, right, shape, True)
+    else:
+        if left is not None:
+            state = _attend(state, q_tile, streams, span.lo, span.full_lo, m0, seq, span, variant, 0, left, right, shape, True)
+        state = _attend(state, q_tile, streams, span.full_lo, span.full_hi, m0, seq, span, variant, 0, left, right, shape, False)
+        state = _attend(state, q_tile, streams, span.full_hi, span.hi, m0, seq, span, variant, 0, left, right, shape, True)
+    acc, l_i, m_i = state
+    # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    lse_tile = tl.where(empty, float("-inf"), m_i * LN2 + tl.log(l_i))
+    lse_ptr = device.stat_ptr(lse, seq, stat_rows, variant.lengths, shape) + m0
+    tl.store(lse_ptr + offs_m, lse_tile, mask=offs_m < rows_left)
+    acc = acc / l_i[:, None]
+    if variant.dropout is not None:
+        acc = acc * (65536.0 / variant.dropout.keep)
+    out_ptr = device.row_ptr(out, b, seq.q_start + m0, h)
+    device.store_rows(out_ptr, out.seq, offs_m, rows_left, acc, shape.HEAD_DIM_V, shape.BLOCK_DV)
+
+
+def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch: ``out`` in `problem.out_dtype` and ``lse`` fp32."""
+    q = inputs.q
+    # Rows of packed tensors that belong to no member are written by nobody else.
+    fresh, empty = (q.new_zeros, float("-inf")) if problem.packed else (q.new_empty, None)
+    out = fresh(problem.out_shape(q), dtype=problem.out_dtype)
+    lse = q.new_empty(problem.lse_shape(q), dtype=torch.float32)
+    if empty is not None:
+        lse.fill_(empty)
+    sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    call = launch.prepare(problem, inputs)
+    grid = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
+    if grid:
+        with launch.on(q.device):
+            forward_kernel[(grid,)](
+                launch.rows(q, problem), launch.rows(inputs.k, problem), launch.rows(inputs.v, problem), launch.rows(out, problem),
+                lse, sinks, call.variant(tile), call.shape(tile), *call.sizes,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
+            )  # fmt: skip
+    return out, lse

@@ -1,0 +1,131 @@
+"""Which tiles a kernel visits where the mask is no band: block maps, documents, prefixes.
+
+The counts behind it are integral images, so any block size goes with any tile size. A plan of a block map alone is
+made once and kept as long as the map lives: forward and backward, and every layer of a model, share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..block_masks import BlockMask
+from ..mask_algebra import Frame, Lowered, interval
+from ..tiles import TileConfig
+from .device import Plan, Rows
+
+# Index rows and bounds start at multiples of this: a stride is then always of one kind, and no length recompiles.
+PAD = 16
+_FAR = 2**30
+
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def bounds(lowered: Lowered, frame: Frame) -> Rows | None:
+    """The per-row bounds as one tensor int32 [2, B|1, seqlen_q]: lower ones, then upper ones."""
+    if lowered.row_lo is None and lowered.row_hi is None:
+        return None
+    given = [side for side in (lowered.row_lo, lowered.row_hi) if side is not None]
+    batch, length = max(side.shape[0] for side in given), _round_up(frame.seqlen_q, PAD)
+    both = torch.empty(2, batch, length, dtype=torch.int32, device=frame.device)
+    for target, side, default in zip(both, (lowered.row_lo, lowered.row_hi), (0, _FAR), strict=True):
+        if side is None:
+            target.fill_(default)
+        else:
+            target[:, : frame.seqlen_q] = side
+    return Rows(both, 0 if batch == 1 else length, batch * length, 0)
+
+
+def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool) -> Plan:
+    """The plan for this tile.
+
+    Args:
+        lowered, frame: the mask.
+        lengths: rows and keys in use of each sequence, int tensors [B], or ints.
+        tile: rows and keys of a kernel's tile.
+        transposed: list rows for tiles of keys.
+    """
+    blocks = lowered.blocks
+    if blocks is None or lowered.row_lo is not None or lowered.row_hi is not None or isinstance(frame.off, torch.Tensor):
+        return _listing(lowered, frame, lengths, tile, transposed)
+    key = (
+        blocks.tiles._version, blocks.block_q, blocks.block_k, lowered.left, lowered.right, lowered.residual is None,
+        frame.seqlen_q, frame.seqlen_k, frame.off, tile.block_m, tile.block_n, transposed,
+    )  # fmt: skip
+    plans = _kept.setdefault(blocks.tiles, {})
+    if key not in plans:
+        plans[key] = _listing(lowered, frame, lengths, tile, transposed)
+    return plans[key]
+
+
+def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool) -> Plan:
+    some, full = _band_map(lowered, frame, lengths, tile)
+    if lowered.blocks is not None:
+        some_block, full_block = _block_map(lowered.blocks, frame, tile)
+        some, full = some & some_block, full & full_block
+    if lowered.residual is not None:
+        full = torch.zeros_like(full)
+    full = full & some
+    if transposed:
+        some, full = some.transpose(-1, -2), full.transpose(-1, -2)
+    width = _round_up(some.shape[-1] + 2, PAD)
+    rows = torch.zeros(*some.shape[:-1], width, dtype=torch.int32, device=some.device)
+    rows[..., 0], rows[..., 1] = full.sum(-1), some.sum(-1)
+    rank = torch.where(full, 0, torch.where(some, 1, 2)).to(torch.int8)
+    rows[..., 2 : 2 + some.shape[-1]] = rank.argsort(dim=-1, stable=True)
+    strides = [0 if size == 1 else stride for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
+    return Plan(rows, *strides, width)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _band_map(
+    lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool [B|1, 1, tiles of rows, tiles of keys]: which the intervals touch, and which they cover."""
+    lo, hi = interval(lowered, frame)
+    len_q, len_k = (x[:, None] if isinstance(x, torch.Tensor) else x for x in lengths)
+    rows = torch.arange(frame.seqlen_q, device=frame.device)[None]
+    hi = torch.minimum(hi, torch.as_tensor(len_k, device=frame.device))
+    seen, absent = lo < hi, rows >= len_q
+    seen, absent = torch.broadcast_tensors(seen & ~absent, absent)
+    pad = (0, _round_up(frame.seqlen_q, tile.block_m) - frame.seqlen_q)
+
+    def per_tile(values: torch.Tensor, fill: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, pad, value=fill).unflatten(1, (-1, tile.block_m))
+
+    starts = torch.arange(-(-frame.seqlen_k // tile.block_n), device=frame.device) * tile.block_n
+    ends = starts + tile.block_n
+    if frame.seqlen_q == 0:
+        nothing = torch.zeros(lo.shape[0], 1, 0, len(starts), dtype=torch.bool, device=frame.device)
+        return nothing, nothing
+    # A row that sees nothing touches no tile and covers none; one past the end only touches none.
+    first = per_tile(torch.where(seen, lo, _FAR), _FAR).amin(2)[:, None, :, None]
+    last = per_tile(torch.where(seen, hi, 0), 0).amax(2)[:, None, :, None]
+    cover_lo = per_tile(torch.where(seen, lo, torch.where(absent, 0, _FAR)), 0).amax(2)[:, None, :, None]
+    cover_hi = per_tile(torch.where(seen, hi, torch.where(absent, _FAR, 0)), _FAR).amin(2)[:, None, :, None]
+    return (starts < last) & (ends > first), (starts >= cover_lo) & (ends <= cover_hi)
+
+
+def _block_map(blocks: BlockMask, frame: Frame, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bool [B|1, H|1, tiles of rows, tiles of keys]: which hold an active block, and which hold nothing else."""
+    corner = torch.nn.functional.pad(blocks.tiles.to(frame.device).int().cumsum(2).cumsum(3), (1, 0, 1, 0))
+    q0, q1 = _edges(frame.seqlen_q, tile.block_m, blocks.block_q, frame.device)
+    k0, k1 = _edges(frame.seqlen_k, tile.block_n, blocks.block_k, frame.device)
+
+    def at(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return corner[:, :, rows[:, None], columns[None]]
+
+    active = at(q1, k1) - at(q0, k1) - at(q1, k0) + at(q0, k0)
+    return active > 0, active == (q1 - q0)[:, None] * (k1 - k0)[None]
+
+
+def _edges(length: int, tile: int, block: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each tile the first block that it meets, and the one after the last."""
+    starts = torch.arange(-(-length // tile), device=device) * tile
+    stops = (starts + tile).clamp(max=length)
+    return starts // block, (stops + block - 1) // block
