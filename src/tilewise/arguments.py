@@ -1,0 +1,150 @@
+"""From the public signature to a validated `Problem`: defaults, shorthands, checks. The one place that knows both."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from . import checks, dropout
+from .errors import ArgumentError, DtypeError, UnsupportedError, fail
+from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, Mask
+from .masks import Causal, Full, Window, as_mask
+from .problem import Inputs, Options, Problem
+from .score_mods import ScoreMod
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool | str = False,
+    window: Any = None,
+    mask: Any = None,
+    score_mod: ScoreMod | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    validate: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_k: torch.Tensor | None = None,
+) -> tuple[Problem, Inputs, bool]:
+    """The problem that these arguments pose, its tensors, and whether the LSE was asked for.
+
+    Raises:
+        tilewise.errors.TilewiseError: see `tilewise.attention`.
+    """
+    inputs = Inputs(q, k, v, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        checks.offsets(inputs, max_seqlen_q, max_seqlen_k)
+    checks.tensors(inputs)
+    total = _mask(causal, window, mask)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:6])
+    options = Options(
+        mask=total,
+        align=total.alignment() or BOTTOM_RIGHT,
+        score_mod=_score_mod(score_mod, needs_grad),
+        softcap=_positive("softcap", softcap),
+        softmax_scale=_positive("softmax_scale", softmax_scale),
+        dropout_keep=_dropout_keep(dropout_p),
+        deterministic=bool(deterministic),
+        out_dtype=_out_dtype(out_dtype, q.dtype),
+        backend=backend,
+        needs_grad=needs_grad,
+        validate=bool(validate),
+    )
+    problem = Problem.of(inputs, options, max_seqlen_q, max_seqlen_k)
+    checks.modifiers(problem, inputs)
+    if problem.has_dropout:
+        inputs = inputs._replace(dropout_seed=_seed(dropout_seed, q.device))
+    return problem, inputs, bool(return_lse)
+
+
+def _mask(causal: bool | str, window: Any, mask: Any) -> Mask:
+    total: Mask = Full() if mask is None else as_mask(mask)
+    if causal not in (False, True, BOTTOM_RIGHT, TOP_LEFT):
+        fix = "True is bottom-right: the last query sees the last key"
+        fail(ArgumentError, "causal", repr(causal), "False, True, 'bottom_right' or 'top_left'", fix)
+    for part in (_causal(causal), _window(window)):
+        if part is not None:
+            total = part if isinstance(total, Full) else total & part
+    return total
+
+
+def _causal(causal: bool | str) -> Mask | None:
+    if causal is False:
+        return None
+    return Causal() if causal is True else Causal(str(causal))
+
+
+def _window(window: Any) -> Mask | None:
+    if window is None or isinstance(window, Window):
+        return window
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        fix = "one-sided windows are (left, 0) or (left, None)"
+        fail(ArgumentError, "window", repr(window), "a pair (left, right), a Window, or None", fix)
+    return Window(*window)
+
+
+def _score_mod(score_mod: Any, needs_grad: bool) -> ScoreMod | None:
+    if score_mod is None:
+        return None
+    if not isinstance(score_mod, ScoreMod):
+        fail(ArgumentError, "score_mod", type(score_mod).__name__, "a tilewise.ScoreMod", "wrap it: ScoreMod(fn, dfn)")
+    if needs_grad and score_mod.dfn is None:
+        got = "a ScoreMod without dfn, in a call that needs gradients"
+        fix = "pass dfn(ds, s, b, h, q, k, *aux), or call under torch.no_grad()"
+        fail(UnsupportedError, "score_mod", got, "ScoreMod(fn, dfn) where gradients are needed", fix)
+    return score_mod
+
+
+def _positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, torch.Tensor)) or not math.isfinite(value) or value <= 0:
+        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        fail(ArgumentError, name, got, "a finite Python number > 0, or None", "pass None for the default")
+    return float(value)
+
+
+def _dropout_keep(dropout_p: Any) -> int:
+    if isinstance(dropout_p, (bool, torch.Tensor)) or not 0.0 <= dropout_p < 1.0:
+        got = "a tensor" if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
+        fail(ArgumentError, "dropout_p", got, "a probability of dropping in [0, 1)", "pass 0.0 for no dropout")
+    return dropout.keep_threshold(dropout_p)
+
+
+def _out_dtype(out_dtype: Any, dtype: torch.dtype) -> torch.dtype | None:
+    if out_dtype is None or out_dtype == dtype:
+        return None
+    if out_dtype != torch.float32 or dtype == torch.float64:
+        fix = "float32 gives unrounded partial results for merge_states"
+        fail(DtypeError, "out_dtype", out_dtype, f"q's dtype {dtype}, or float32 for 16-bit inputs", fix)
+    return torch.float32
+
+
+def _seed(seed: Any, device: torch.device) -> torch.Tensor:
+    """The dropout seed as a scalar int64 tensor; drawn from torch's generator of the device where none is given."""
+    if seed is None:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, torch.Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            got = f"{seed.dtype} {list(seed.shape)}"
+            fail(ArgumentError, "dropout_seed", got, "an int or a scalar int64 tensor", "torch.tensor(seed)")
+        return seed.reshape(())
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        fail(ArgumentError, "dropout_seed", repr(seed), "an int that fits int64, a tensor, or None", "pass an int")
+    return torch.full((), seed, dtype=torch.int64, device=device)

@@ -1,0 +1,51 @@
+"""The CPU backend: FlashAttention-2's loops over tiles in eager PyTorch, with every feature of the contract.
+
+Where PyTorch's own fused CPU attention computes the same thing it is used (`fused`); everything else runs on tiles
+(`forward`, `backward`) and holds O(seqlen * head_dim) memory, never a matrix of scores.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from . import fused, groups
+from .backward import backward as _tiled_backward
+from .forward import forward as _tiled_forward
+
+NAME = "cpu"
+
+
+def unsupported_reasons(problem: Problem) -> list[str]:
+    """Why this backend cannot serve the problem; empty if it can."""
+    if problem.device.type != "cpu":
+        return [f"tensors are on {problem.device}, this backend runs on the CPU"]
+    return []
+
+
+def tile(problem: Problem, pass_: str = "forward") -> TileConfig:
+    """The rows and keys that one step of the loops works on."""
+    return groups.tile_config(problem, pass_)
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of the problem."""
+    if fused.serves_forward(problem, inputs):
+        return fused.forward(problem, inputs)
+    return _tiled_forward(problem, inputs)
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    needs: tuple[str, ...],
+) -> dict[str, torch.Tensor]:
+    """Gradients of the inputs named in `needs`."""
+    if do is not None and dlse is None and fused.serves_backward(problem, inputs, needs):
+        return fused.backward(problem, inputs, out, lse, do, needs)
+    return _tiled_backward(problem, inputs, out, lse, do, dlse, needs)

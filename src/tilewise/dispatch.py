@@ -1,0 +1,60 @@
+"""Which backend serves a problem, and why the others do not."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module, util
+from types import ModuleType
+
+from . import errors
+from .problem import Problem
+
+# Best first; imported only when a problem may be theirs.
+_MODULES = {"cpu": "tilewise.cpu"}
+BACKENDS = tuple(_MODULES)
+
+
+@lru_cache(maxsize=None)
+def _missing(name: str) -> str | None:
+    """Why a backend cannot be imported here, or None."""
+    if name == "triton" and util.find_spec("triton") is None:
+        return "the package triton is not installed; it comes with PyTorch's GPU builds, or: pip install triton"
+    return None
+
+
+def module(name: str) -> ModuleType:
+    """The backend's module: NAME, unsupported_reasons, forward, backward, tile."""
+    return import_module(_MODULES[name])
+
+
+def reasons(name: str, problem: Problem) -> list[str]:
+    """Why this backend cannot serve the problem here; empty if it can."""
+    missing = _missing(name)
+    return [missing] if missing else module(name).unsupported_reasons(problem)
+
+
+def check_name(backend: str | None) -> None:
+    """Raise unless `backend` names one of ours."""
+    if backend is not None and backend not in BACKENDS:
+        fix = "leave backend=None to use the best that fits"
+        errors.fail(errors.ArgumentError, "backend", repr(backend), f"one of {', '.join(BACKENDS)}, or None", fix)
+
+
+def choose(problem: Problem) -> str:
+    """The name of the backend: the one asked for, or the best that can.
+
+    Raises:
+        tilewise.errors.ArgumentError: unknown name.
+        tilewise.errors.UnsupportedError: the one asked for, or all of them, cannot; with every reason.
+    """
+    wanted = problem.options.backend
+    check_name(wanted)
+    refused = []
+    for name in BACKENDS if wanted is None else (wanted,):
+        why = reasons(name, problem)
+        if not why:
+            return name
+        refused.append(f"{name}: {'; '.join(why)}")
+    got = f"a problem that {'no backend' if wanted is None else repr(wanted)} can serve ({' | '.join(refused)})"
+    fix = "see tilewise.explain(...) for each backend's reasons" if wanted is None else "leave backend=None"
+    errors.fail(errors.UnsupportedError, "backend", got, "what explain() lists", fix)

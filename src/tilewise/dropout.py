@@ -1,0 +1,101 @@
+"""Dropout as a pure function of position: the keep mask needs no storage and is the same on every backend.
+
+Element (row i, column j) of head h of sequence b is kept iff a 16-bit number drawn by Philox-4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011) is below ``keep`` = round((1 - p) * 65536). Kept values are
+multiplied by the exact inverse of the quantised probability, ``65536 / keep``, so the expectation is unbiased.
+
+One Philox call yields four 32-bit words, enough for eight elements. They are dealt to the elements that one thread of
+a tensor-core accumulator owns (NVIDIA ``mma``/``wgmma`` layout: columns 2t, 2t+1 of every group of eight), so that a
+kernel spends one call on eight elements without exchanging anything between threads:
+
+    counter = (row, 4 * (column // 32) + (column % 8) // 2, batch * heads_q + head, 0)
+    word    = (column // 8) % 4
+    half    = column % 2                      # low 16 bits first
+    key     = (seed mod 2**32, seed // 2**32 mod 2**32)
+"""
+
+from __future__ import annotations
+
+import torch
+
+KEEP_ALL = 1 << 16
+COLUMNS_PER_CALL = 32  # four calls cover 32 columns
+
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """`keep` for a drop probability in [0, 1), rounded to 1/65536; never 0, so that 1/keep exists.
+
+    >>> keep_threshold(0.0), keep_threshold(0.25), keep_threshold(1 - 1e-9)
+    (65536, 49152, 1)
+    """
+    return max(1, round((1.0 - dropout_p) * KEEP_ALL))
+
+
+def scale(keep: int) -> float:
+    """The factor on kept values: the exact inverse of the quantised keep probability."""
+    return KEEP_ALL / keep
+
+
+def _product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low 32 bits of the 64-bit product of two 32-bit numbers held in int64."""
+    # The product may wrap to a negative int64; its bits are right all the same, and the mask drops the sign's copies.
+    wide = a * b
+    return (wide >> 32) & _LOW, wide & _LOW
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Philox-4x32-10 of int64 tensors that hold 32-bit numbers and broadcast together.
+
+    >>> zero = torch.zeros(1, dtype=torch.int64)
+    >>> [hex(int(word)) for word in philox((zero, zero, zero, zero), (0, 0))]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        hi0, lo0 = _product(_MULTIPLIERS[0], c0)
+        hi1, lo1 = _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def keep_mask(
+    seed: int, batch_head: torch.Tensor, rows: torch.Tensor, columns: tuple[int, int], keep: int
+) -> torch.Tensor:
+    """Which elements are kept.
+
+    Args:
+        seed: int64; both 32-bit halves are the key.
+        batch_head: int64 [..., 1, 1], ``batch * heads_q + head``.
+        rows: int64 [M], positions inside the sequence.
+        columns: the range ``[first, last)`` of keys, positions inside the sequence.
+        keep: from `keep_threshold`.
+
+    Returns:
+        bool [..., M, last - first].
+
+    Example:
+        >>> head = torch.arange(2)[:, None, None]
+        >>> kept = keep_mask(7, head, torch.arange(64), (0, 4096), keep_threshold(0.25))
+        >>> kept.shape, round(float(kept.float().mean()), 2)
+        (torch.Size([2, 64, 4096]), 0.75)
+    """
+    first, last = columns
+    start = first // COLUMNS_PER_CALL
+    stop = -(-last // COLUMNS_PER_CALL)
+    calls = torch.arange(4 * start, 4 * stop, device=rows.device)
+    zero = torch.zeros(1, dtype=torch.int64, device=rows.device)
+    words = philox((rows[:, None], calls, batch_head, zero), (seed & _LOW, (seed >> 32) & _LOW))
+    # [..., M, 32-column group, thread, word, half] -> columns in order: group, word, thread, half
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1) < keep
+    grouped = halves.unflatten(-1, (4, 2)).unflatten(-3, (stop - start, 4))
+    mask = grouped.transpose(-2, -3).flatten(-4)
+    return mask[..., first - start * COLUMNS_PER_CALL : last - start * COLUMNS_PER_CALL]

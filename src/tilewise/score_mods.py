@@ -1,0 +1,59 @@
+"""Score modifications: a function of a score and its position, with its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import errors
+from .interning import check_aux, decode_aux, encode_aux, intern, lookup
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMod:
+    """A score modification ``s -> fn(s, b, h, q, k, *aux)``, applied after the softcap and before ALiBi and bias.
+
+    Args:
+        fn: ``fn(s, b, h, q, k, *aux) -> s``. `s` is the scaled score; b, h, q, k are the batch index, query head,
+            query row and key column (positions inside the sequence, from 0). Operators only, so that the same
+            function runs on tensors and, compiled, on tiles.
+        dfn: ``dfn(ds, s, b, h, q, k, *aux) -> ds``, the gradient with respect to fn's input `s`, given the
+            gradient `ds` of its output. Needed only where a gradient is needed.
+        aux: numbers or tensors passed on to both. They get no gradient.
+
+    Example:
+        >>> import torch, tilewise
+        >>> half = tilewise.ScoreMod(lambda s, b, h, q, k, c: s * c, lambda ds, s, b, h, q, k, c: ds * c, aux=(0.5,))
+        >>> q = torch.randn(1, 4, 1, 8)
+        >>> scaled = tilewise.attention(q, q, q, score_mod=half, softmax_scale=1.0)
+        >>> torch.allclose(scaled, tilewise.attention(q, q, q, softmax_scale=0.5), atol=1e-6)
+        True
+    """
+
+    fn: Callable[..., Any]
+    dfn: Callable[..., Any] | None = None
+    aux: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in (("fn", self.fn), ("dfn", self.dfn)):
+            if not callable(value) and not (name == "dfn" and value is None):
+                errors.fail(
+                    errors.ArgumentError, f"ScoreMod.{name}", repr(value), "a function", "pass a Python function"
+                )
+        check_aux("ScoreMod.aux", self.aux)
+
+    def encode(self, tensors: list[torch.Tensor]) -> str:
+        """The static part as a Python literal; tensors of `aux` are appended to `tensors` and named by position."""
+        dfn = "None" if self.dfn is None else f"{intern(self.dfn)}"
+        return f"({intern(self.fn)},{dfn},{encode_aux(self.aux, tensors)})"
+
+
+def decode(spec: Any, tensors: tuple[torch.Tensor, ...]) -> ScoreMod | None:
+    """The inverse of `ScoreMod.encode`, on its evaluated literal."""
+    if spec is None:
+        return None
+    fn, dfn, aux = spec
+    return ScoreMod(lookup(fn), None if dfn is None else lookup(dfn), decode_aux(aux, tensors))

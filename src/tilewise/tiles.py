@@ -1,0 +1,52 @@
+"""Tile sizes as fixed data: one table, keyed by backend, pass, architecture class, dtype class and head-dim bucket.
+
+Nothing is tuned at run time, because another tile is another rounding; `tools/tune.py` measures candidates and prints
+rows to paste. Architecture classes of Triton kernels:
+
+- "hopper": WGMMA, 227 KiB of shared memory (H100, H200).
+- "large": 163 KiB (A100; also B200, whose own instructions these kernels do not use).
+- "small": 99 KiB (RTX 30, 40 and 50, L4, L40) and everything unknown.
+- "interpreter": Triton on a CPU, where many small tiles exercise every edge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows and keys of one step, and how many warps and pipeline stages a kernel runs it with."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 0
+    num_stages: int = 0
+
+
+ANY = "any"
+
+# fmt: off
+TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
+    # backend, pass, architecture class, dtype class, head dim up to
+    ("cpu", "forward", ANY, ANY, 512): TileConfig(256, 512),
+    ("triton", "forward", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
+    ("triton", "delta", ANY, ANY, 512): TileConfig(32, 0, 4, 1),
+    ("triton", "dq", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
+    ("triton", "dkv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
+    ("triton", "dbias", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
+}
+# fmt: on
+
+
+def lookup(backend: str, pass_: str, dtype: torch.dtype, head_dim: int, architecture: str = ANY) -> TileConfig:
+    """The row for this dtype class and the smallest bucket that holds `head_dim`."""
+    classes = (ANY, "16bit" if dtype.itemsize == 2 else "32bit")
+    rows = [
+        (bucket, config)
+        for (b, p, arch, dtype_class, bucket), config in TABLE.items()
+        if (b, p) == (backend, pass_) and arch in (ANY, architecture) and dtype_class in classes and head_dim <= bucket
+    ]
+    return min(rows, key=lambda row: row[0])[1]
