@@ -25,6 +25,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+_SIGNS = 0x80008000 - (1 << 32)  # of both halves, as a signed number
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -43,13 +44,6 @@ def scale(keep: int) -> float:
     return KEEP_ALL / keep
 
 
-def _product(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of the 64-bit product of two 32-bit numbers held in int64."""
-    # The product may wrap to a negative int64; its bits are right all the same, and the mask drops the sign's copies.
-    wide = a * b
-    return (wide >> 32) & _LOW, wide & _LOW
-
-
 def philox(counter: Words, key: tuple[int, int]) -> Words:
     """Philox-4x32-10 of int64 tensors that hold 32-bit numbers and broadcast together.
 
@@ -60,11 +54,13 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        hi0, lo0 = _product(_MULTIPLIERS[0], c0)
-        hi1, lo1 = _product(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        # c1 and c3 keep whole 64-bit products: what is above their low word is cut off when they meet c0 and c2,
+        # as are the copies of the sign that the shift brings in where a product wrapped.
+        wide0, wide1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1 = ((wide1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_LOW), wide1
+        c2, c3 = ((wide0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_LOW), wide0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
-    return c0, c1, c2, c3
+    return c0, c1 & _LOW, c2, c3 & _LOW
 
 
 def keep_mask(
@@ -89,13 +85,13 @@ def keep_mask(
         (torch.Size([2, 64, 4096]), 0.75)
     """
     first, last = columns
-    start = first // COLUMNS_PER_CALL
-    stop = -(-last // COLUMNS_PER_CALL)
+    start, stop = first // COLUMNS_PER_CALL, -(-last // COLUMNS_PER_CALL)
     calls = torch.arange(4 * start, 4 * stop, device=rows.device)
     zero = torch.zeros(1, dtype=torch.int64, device=rows.device)
     words = philox((rows[:, None], calls, batch_head, zero), (seed & _LOW, (seed >> 32) & _LOW))
-    # [..., M, 32-column group, thread, word, half] -> columns in order: group, word, thread, half
-    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1) < keep
-    grouped = halves.unflatten(-1, (4, 2)).unflatten(-3, (stop - start, 4))
-    mask = grouped.transpose(-2, -3).flatten(-4)
+    # Stacked between group and thread, the words' halves are in the order of the columns: group, word, thread, half.
+    grid = [word.unflatten(-1, (stop - start, 4)).to(torch.int32) for word in words]
+    bits = torch.stack(grid, dim=-2).bitwise_xor_(_SIGNS).flatten(-3).view(torch.int16)
+    # The flipped sign bits make signed order out of unsigned order.
+    mask = bits < keep - (1 << 15)
     return mask[..., first - start * COLUMNS_PER_CALL : last - start * COLUMNS_PER_CALL]

@@ -47,7 +47,7 @@ def update(
     s: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    dropped: torch.Tensor | None = None,
 ) -> State:
     """The state after one more tile of keys. Overwrites `s` and `state.acc`.
 
@@ -56,15 +56,15 @@ def update(
         s: scores [..., M, N]; -inf where invisible.
         v: values [..., N, Dv].
         visible: bool [..., M, N], None for all: where False, v counts for nothing, whatever it holds.
-        weights: factors [..., M, N] of P in P V that leave the normaliser alone (dropout).
+        dropped: bool [..., M, N], None for none: weights that P V leaves out, while the normaliser counts them.
     """
     m = torch.maximum(state.m, s.amax(dim=-1))
     shift = finite_max(m)
     alpha = torch.exp(state.m - shift)
     p = s.sub_(shift[..., None]).exp_()
     l = state.l * alpha + p.sum(dim=-1)  # noqa: E741 - the papers' name
-    if weights is not None:
-        p.mul_(weights)
+    if dropped is not None:
+        p.masked_fill_(dropped, 0.0)
     return State(m, l, state.acc.mul_(alpha[..., None]).add_(masked_product(p, v, visible)))
 
 

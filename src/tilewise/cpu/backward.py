@@ -11,15 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from .. import softmax
+from .. import dropout, softmax
 from ..problem import DIFFERENTIABLE, Inputs, Problem
 from ..products import masked_product
 from .groups import Group, Span, groups, keys_view, rows_of
-from .scores import alibi_slopes, bias_tile, distance, dropout_weights, scores, scores_backward
+from .scores import alibi_slopes, bias_tile, distance, dropped, scores, scores_backward
 
 
 class Rows(NamedTuple):
-    """One row tile: q (scaled) and do [b, h_kv, group * M, D], lse (0 where empty) and delta [b, heads, M]."""
+    """One row tile: q and do, scaled, [b, h_kv, group * M, D], lse (0 where empty) and delta [b, heads, M].
+
+    q carries softmax_scale and do the inverse keep probability, since they enter only products that have them.
+    """
 
     q: torch.Tensor
     do: torch.Tensor
@@ -50,6 +53,7 @@ def backward(
         delta = group.by_q_head((all_do * all_out).sum(-1).flatten(2, 3))
         if dlse is not None:
             delta = delta - group.row_stats(dlse)
+        all_do = all_do * dropout.scale(problem.options.dropout_keep) if problem.has_dropout else all_do
         row_lse = group.row_stats(lse)
         if "sinks" in grads:
             _sinks_backward(group, grads["sinks"], row_lse, delta)
@@ -78,11 +82,11 @@ def _tile_backward(group: Group, span: Span, rows: Rows, grads: dict[str, torch.
         s.masked_fill_(hidden, softmax.EMPTY)
     p = s.sub_(rows.lse[..., None]).exp_()
     dp = group.by_q_head(rows.do @ group.v[:, :, span.n0 : span.n1].transpose(-1, -2))
-    weights = dropout_weights(group, span, seed) if group.problem.has_dropout else None
-    if weights is not None:
-        dp.mul_(weights)
+    lost = dropped(group, span, seed)
+    if lost is not None:
+        dp.masked_fill_(lost, 0.0)
     if "v" in grads:
-        _add_keys(group, span, grads["v"], p if weights is None else p * weights, rows.do, visible)
+        _add_keys(group, span, grads["v"], p if lost is None else p.masked_fill(lost, 0.0), rows.do, visible)
     ds = dp.sub_(rows.delta[..., None]).mul_(p)
     if hidden is not None:
         ds.masked_fill_(hidden, 0.0)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from .. import softmax
+from .. import dropout, softmax
 from ..problem import Inputs, Problem
 from .groups import Group, Span, groups
-from .scores import dropout_weights, scores
+from .scores import dropped, scores
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,10 +48,12 @@ def _attend_rows(
         if visible is not None:
             visible = visible.expand(s.shape)
             s.masked_fill_(~visible, softmax.EMPTY)
-        weights = dropout_weights(group, span, seed) if group.problem.has_dropout else None
-        seen, weights = (None if x is None else group.by_kv_head(x) for x in (visible, weights))
-        state = softmax.update(state, group.by_kv_head(s), group.v[:, :, span.n0 : span.n1], seen, weights)
+        lost = dropped(group, span, seed)
+        seen, lost = (None if x is None else group.by_kv_head(x) for x in (visible, lost))
+        state = softmax.update(state, group.by_kv_head(s), group.v[:, :, span.n0 : span.n1], seen, lost)
     o, lse = softmax.finalize(state)
+    if group.problem.has_dropout:
+        o.mul_(dropout.scale(group.problem.options.dropout_keep))
     return group.by_q_head(o), group.by_q_head(lse)
 
 

@@ -75,10 +75,11 @@ def bias_tile(group: Group, bias: torch.Tensor, span: Span) -> torch.Tensor:
     return grid[tuple(part if n > 1 else slice(None) for part, n in zip(box, grid.shape, strict=True))]
 
 
-def dropout_weights(group: Group, span: Span, seed: int) -> torch.Tensor:
-    """0 where dropped, the inverse keep probability where kept: [b, heads, M, N]."""
+def dropped(group: Group, span: Span, seed: int) -> torch.Tensor | None:
+    """Which weights of a tile dropout leaves out, bool [b, heads, M, N], or None where the call has no dropout."""
+    if not group.problem.has_dropout:
+        return None
     at = group.positions(span)
-    keep = group.problem.options.dropout_keep
     head = at.b * group.problem.heads_q + at.h
-    kept = dropout.keep_mask(seed, head, at.q.flatten(), (span.n0, span.n1), keep)
-    return kept.to(group.problem.compute_dtype).mul_(dropout.scale(keep))
+    keep = group.problem.options.dropout_keep
+    return ~dropout.keep_mask(seed, head, at.q.flatten(), (span.n0, span.n1), keep)
