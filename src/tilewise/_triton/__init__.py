@@ -10,6 +10,7 @@ from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import compiled
 from .forward import forward as _forward
+from .gradients import backward as _backward
 
 NAME = "triton"
 
@@ -59,3 +60,12 @@ def tile(problem: Problem, pass_: str) -> TileConfig:
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `problem.out_dtype` and ``lse`` fp32, -inf for rows that see nothing."""
     return _forward(problem, inputs, tile(problem, "forward"))
+
+
+def backward(
+    problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor | None,
+    dlse: torch.Tensor | None, needs: tuple[str, ...],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients of the inputs named in `needs`; `do` or `dlse` may be None. Repeatable bit for bit."""
+    passes = {name: tile(problem, name) for name in ("delta", "dq", "dkv", "dbias")}
+    return _backward(problem, inputs, (out, lse), (do, dlse), needs, passes)

@@ -144,6 +144,26 @@ class Span(NamedTuple):
     last: Any
 
 
+class Task(NamedTuple):
+    """What a program works on, beside its tiles; `left` and `right` bound the band of visible keys."""
+
+    seq: Any
+    span: Any
+    variant: Any
+    shape: Any
+    left: Any
+    right: Any
+
+
+class Streams(NamedTuple):
+    """The two matrices whose rows stream past a program (k and v, or q and do): addresses of row 0, and strides."""
+
+    a: Any
+    b: Any
+    a_stride: Any
+    b_stride: Any
+
+
 class Chain(NamedTuple):
     """A score tile in base 2, and what its derivative needs: tanh of the softcap and the value given to score_mod."""
 
@@ -207,12 +227,12 @@ def store_rows(base, stride, offs, hi, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def stat_ptr(ptr, seq, stat_rows, lengths, shape):
-    """Address of the sequence's row 0 in a statistic per row: [B, Hq, stat_rows], or packed [Hq, stat_rows]."""
+def stat_offset(seq, stat_rows, lengths, shape):
+    """Where the sequence's row 0 is in a statistic per row: [B, Hq, stat_rows], or packed [Hq, stat_rows]."""
     head = seq.h.to(tl.int64)
     if lengths.cu_q is None:
         head += seq.b.to(tl.int64) * shape.HEADS
-    return ptr + head * stat_rows + seq.q_start
+    return head * stat_rows + seq.q_start
 
 
 @triton.jit
@@ -305,13 +325,14 @@ def grid_tile(grid, seq, rows, keys):
 
 
 @triton.jit
-def visible(visibility, seq, rows, keys, left, right):
+def visible(task, rows, keys):
     """Which of `keys` each of `rows` sees: the band, the per-row bounds and the predicate."""
+    seq, visibility = task.seq, task.variant.visibility
     seen = keys < seq.len_k
-    if left is not None:
-        seen = seen & (keys >= rows + (seq.off - left))
-    if right is not None:
-        seen = seen & (keys <= rows + (seq.off + right))
+    if task.left is not None:
+        seen = seen & (keys >= rows + (seq.off - task.left))
+    if task.right is not None:
+        seen = seen & (keys <= rows + (seq.off + task.right))
     if visibility.bounds is not None:
         at = visibility.bounds.ptr + seq.b * visibility.bounds.batch + rows
         seen = seen & (keys >= tl.load(at, mask=rows < seq.len_q, other=0))
@@ -353,8 +374,7 @@ def rows_of(seq, n0, left, right, shape):
     first = seq.len_q * 0
     full_first = first
     last = seq.len_q
-    # Rows past the end have a probability of 0 by their lse: the last tile needs no element test for them.
-    full_last = tl.cdiv(last, shape.BLOCK_M) * shape.BLOCK_M
+    full_last = last
     if right is not None:
         first = tl.maximum(first, n0 - seq.off - right)
         full_first = tl.maximum(first, last_key - seq.off - right)
@@ -365,9 +385,35 @@ def rows_of(seq, n0, left, right, shape):
 
 
 @triton.jit
-def plan_ptr(plan, seq, tile):
-    """Address of the plan's row for a tile of this sequence."""
-    return plan.ptr + seq.b.to(tl.int64) * plan.batch + seq.h.to(tl.int64) * plan.head + tile.to(tl.int64) * plan.row
+def walk(body: tl.constexpr, state, tiles, task, own_tile, low_edge):
+    """Call ``body(state, tiles, task, listed, lo, hi, MASKED)`` for each stretch of tiles that the program has to visit.
+
+    At most three: those at the low edge of the span, those that need no element test, those at the high edge. A side
+    whose bound `low_edge` is None has no edge. With a plan there are two, and `listed` is where it lists them.
+    """
+    span, plan = task.span, task.variant.plan
+    if plan is not None:
+        row = plan.ptr + task.seq.b.to(tl.int64) * plan.batch + task.seq.h.to(tl.int64) * plan.head
+        row += own_tile.to(tl.int64) * plan.row
+        full = tl.load(row)
+        state = body(state, tiles, task, row + 2, 0, full, False)
+        state = body(state, tiles, task, row + 2, full, tl.load(row + 1), True)
+    elif task.variant.visibility.every_tile:
+        state = body(state, tiles, task, 0, span.lo, span.hi, True)
+    else:
+        if low_edge is not None:
+            state = body(state, tiles, task, 0, span.lo, span.full_lo, True)
+        state = body(state, tiles, task, 0, span.full_lo, span.full_hi, False)
+        state = body(state, tiles, task, 0, span.full_hi, span.hi, True)
+    return state
+
+
+@triton.jit
+def start_of(i, listed, task, BLOCK: tl.constexpr):
+    """The first row or key of the i-th tile to visit."""
+    if task.variant.plan is not None:
+        i = tl.load(listed + i)
+    return i * BLOCK
 
 
 @triton.jit

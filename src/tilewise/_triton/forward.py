@@ -7,8 +7,6 @@ Algorithm 1 of FlashAttention-2 (Dao, 2023). HBM: reads q once and k, v once per
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,35 +17,25 @@ from . import device, launch
 from .device import LN2, LOG2E
 
 
-class Streams(NamedTuple):
-    """The key and value rows that a program reads: addresses of key 0, and row strides."""
-
-    k: Any
-    v: Any
-    k_stride: Any
-    v_stride: Any
-
-
 @triton.jit
-def _attend(state, q_tile, streams, lo, hi, m0, seq, span, variant, tiles, left, right, shape, MASKED: tl.constexpr):
-    """The loop body over key tiles ``lo .. hi`` (of the plan's row `tiles`, if any), tested per element if MASKED."""
+def _attend(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
+    """The loop body (see `device.walk`): `tiles` is the tile of q, its first row, and where keys and values lie."""
     acc, l_i, m_i = state
-    scoring, dropout = variant.scoring, variant.dropout
-    offs_m = m0 + tl.arange(0, shape.BLOCK_M)
+    q_tile, m0, streams = tiles
+    seq, shape, scoring, dropout = task.seq, task.shape, task.variant.scoring, task.variant.dropout
+    rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = i * shape.BLOCK_N
-        if variant.plan is not None:
-            n0 = tl.load(tiles + i) * shape.BLOCK_N
+        n0 = device.start_of(i, listed, task, shape.BLOCK_N)
         keys = (n0 + offs_n)[None, :]
-        first, last = span.first - n0, span.last - n0
-        k_ptr = streams.k + n0.to(tl.int64) * streams.k_stride
-        k_tile = device.load_rows(k_ptr, streams.k_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        first, last = task.span.first - n0, task.span.last - n0
+        k_ptr = streams.a + n0.to(tl.int64) * streams.a_stride
+        k_tile = device.load_rows(k_ptr, streams.a_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         if not scoring.fold:
-            s = device.scores(s, scoring, seq, offs_m[:, None], keys).s
+            s = device.scores(s, scoring, seq, rows, keys).s
         if MASKED:
-            seen = device.visible(variant.visibility, seq, offs_m[:, None], keys, left, right)
+            seen = device.visible(task, rows, keys)
             s = tl.where(seen, s, float("-inf"))
         s_max = tl.max(s, 1)  # [M]
         if scoring.fold:
@@ -66,9 +54,9 @@ def _attend(state, q_tile, streams, lo, hi, m0, seq, span, variant, tiles, left,
         m_i = m_new
         if dropout is not None:
             p = tl.where(device.keep_tile(dropout, seq, m0, n0, shape), p, 0.0)
-        v_ptr = streams.v + n0.to(tl.int64) * streams.v_stride
-        v_tile = device.load_rows(v_ptr, streams.v_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
-        if MASKED and variant.visibility.irregular:
+        v_ptr = streams.b + n0.to(tl.int64) * streams.b_stride
+        v_tile = device.load_rows(v_ptr, streams.b_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        if MASKED and task.variant.visibility.irregular:
             v_tile = device.zero_unseen(v_tile, seen, 0)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
     return acc, l_i, m_i
@@ -90,9 +78,9 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k,
     rows_left = seq.len_q - m0
     q_ptr = device.row_ptr(q, b, seq.q_start + m0, h)
     q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
-    streams = Streams(
-        device.row_ptr(k, b, seq.k_start, h // shape.GROUP), device.row_ptr(v, b, seq.k_start, h // shape.GROUP), k.seq, v.seq
-    )  # fmt: skip
+    k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
+    v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
+    tiles = q_tile, m0, device.Streams(k_ptr, v_ptr, k.seq, v.seq)
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([shape.BLOCK_M], tl.float32)
     if sinks is not None:
@@ -100,26 +88,14 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k,
         m_i = tl.zeros_like(m_i) + tl.load(sinks + h).to(tl.float32) * LOG2E
         l_i += 1.0
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
-    span = device.keys_of(seq, m0, left, right, shape)
-    if variant.plan is not None:
-        row = device.plan_ptr(variant.plan, seq, tile_m)
-        full, listed = tl.load(row), tl.load(row + 1)
-        state = _attend(state, q_tile, streams, 0, full, m0, seq, span, variant, row + 2, left, right, shape, False)
-        state = _attend(state, q_tile, streams, full, listed, m0, seq, span, variant, row + 2, left, right, shape, True)
-    elif variant.visibility.every_tile:
-        state = _attend(state, q_tile, streams, span.lo, span.hi, m0, seq, span, variant, 0, left, right, shape, True)
-    else:
-        if left is not None:
-            state = _attend(state, q_tile, streams, span.lo, span.full_lo, m0, seq, span, variant, 0, left, right, shape, True)
-        state = _attend(state, q_tile, streams, span.full_lo, span.full_hi, m0, seq, span, variant, 0, left, right, shape, False)
-        state = _attend(state, q_tile, streams, span.full_hi, span.hi, m0, seq, span, variant, 0, left, right, shape, True)
-    acc, l_i, m_i = state
+    task = device.Task(seq, device.keys_of(seq, m0, left, right, shape), variant, shape, left, right)
+    acc, l_i, m_i = device.walk(_attend, state, tiles, task, tile_m, left)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     lse_tile = tl.where(empty, float("-inf"), m_i * LN2 + tl.log(l_i))
-    lse_ptr = device.stat_ptr(lse, seq, stat_rows, variant.lengths, shape) + m0
-    tl.store(lse_ptr + offs_m, lse_tile, mask=offs_m < rows_left)
+    stat = device.stat_offset(seq, stat_rows, variant.lengths, shape) + m0
+    tl.store(lse + stat + offs_m, lse_tile, mask=offs_m < rows_left)
     acc = acc / l_i[:, None]
     if variant.dropout is not None:
         acc = acc * (65536.0 / variant.dropout.keep)

@@ -53,20 +53,30 @@ class Call:
     lengths: Lengths
     scoring: Scoring
     dropout: Dropout | None
+    bias: torch.Tensor | None
     sizes: tuple[int | None, ...]
 
-    def variant(self, tile: TileConfig, transposed: bool = False) -> Variant:
-        """The variant for kernels with this tile; `transposed`: one that walks rows for a tile of keys."""
-        visibility, plan = self._visibility(tile), None
+    def variant(self, tile: TileConfig, *, transposed: bool = False, planned: bool = True) -> Variant:
+        """The variant for kernels with this tile.
+
+        Args:
+            tile: its rows and keys.
+            transposed: for a kernel that walks rows for a tile of keys.
+            planned: False for a kernel that tests every element, and so needs the whole mask as a test.
+        """
+        visibility, plan = self._visibility(tile, planned), None
+        if not planned:
+            return Variant(self.lengths, self.scoring, visibility, None, self.dropout)
         if self.lowered.blocks is not None or visibility.bounds is not None:
             plan = plans.plan(self.lowered, self.frame, self.in_use, tile, transposed)
         return Variant(self.lengths, self.scoring, visibility, plan, self.dropout)
 
-    def _visibility(self, tile: TileConfig) -> Visibility:
+    def _visibility(self, tile: TileConfig, planned: bool) -> Visibility:
         lowered, predicate, data = self.lowered, None, ()
         residual = lowered.residual
         blocks = lowered.blocks
-        if blocks is not None and (blocks.block_q % tile.block_m or blocks.block_k % tile.block_n):
+        whole = blocks is not None and blocks.block_q % tile.block_m == 0 and blocks.block_k % tile.block_n == 0
+        if blocks is not None and not (planned and whole):
             residual = blocks if residual is None else residual & blocks
         if residual is not None:
             predicate, data = compiled.predicate(residual, self.problem.device)
@@ -96,6 +106,7 @@ def prepare(problem: Problem, inputs: Inputs) -> Call:
         Lengths(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k),
         _scoring(problem, inputs),
         _dropout(problem, inputs),
+        inputs.bias,
         (problem.seqlen_q, problem.seqlen_k, stat_rows, _bound(lowered.left), _bound(lowered.right)),
     )
 

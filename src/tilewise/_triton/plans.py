@@ -61,7 +61,7 @@ def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileCon
 
 
 def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool) -> Plan:
-    some, full = _band_map(lowered, frame, lengths, tile)
+    some, full = _band_map(lowered, frame, lengths, tile, transposed)
     if lowered.blocks is not None:
         some_block, full_block = _block_map(lowered.blocks, frame, tile)
         some, full = some & some_block, full & full_block
@@ -84,7 +84,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _band_map(
-    lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig
+    lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bool [B|1, 1, tiles of rows, tiles of keys]: which the intervals touch, and which they cover."""
     lo, hi = interval(lowered, frame)
@@ -103,11 +103,13 @@ def _band_map(
     if frame.seqlen_q == 0:
         nothing = torch.zeros(lo.shape[0], 1, 0, len(starts), dtype=torch.bool, device=frame.device)
         return nothing, nothing
-    # A row that sees nothing touches no tile and covers none; one past the end only touches none.
+    # A row that sees nothing touches no tile and covers none. One past the end only touches none where rows are the
+    # program's own, and are loaded with care; where they stream past, a tile with such rows needs the test too.
+    free = 0 if transposed else _FAR
     first = per_tile(torch.where(seen, lo, _FAR), _FAR).amin(2)[:, None, :, None]
     last = per_tile(torch.where(seen, hi, 0), 0).amax(2)[:, None, :, None]
     cover_lo = per_tile(torch.where(seen, lo, torch.where(absent, 0, _FAR)), 0).amax(2)[:, None, :, None]
-    cover_hi = per_tile(torch.where(seen, hi, torch.where(absent, _FAR, 0)), _FAR).amin(2)[:, None, :, None]
+    cover_hi = per_tile(torch.where(seen, hi, torch.where(absent, free, 0)), free).amin(2)[:, None, :, None]
     return (starts < last) & (ends > first), (starts >= cover_lo) & (ends <= cover_hi)
 
 

@@ -1,0 +1,220 @@
+"""Backward: dq, dk, dv (and the gradients of slopes, sinks and bias) with recomputation of the scores.
+
+Algorithm 2 of FlashAttention-2 (Dao, 2023), its one loop split in two so that no gradient needs atomics and every
+result is repeatable bit for bit: `dq_kernel` streams keys past a tile of rows, `dkv_kernel` rows of all query heads of
+a group past a tile of keys. ``delta = rowsum(do o) - dlse`` carries the gradient of the log-sum-exp with it.
+
+    p = exp(s - lse)    ds = p (do v^T - delta)    dq = scale ds k    dk = scale ds^T q    dv = p^T do
+
+HBM: reads q, do once and k, v once per tile of rows; then k, v once and q, do once per tile of keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import device
+from .device import LOG2E
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"])
+def delta_kernel(out, do, lse, dlse, lse2, delta, lengths, shape, seqlen_q, seqlen_k, stat_rows):
+    """``delta``, and the lse in base 2, +inf for rows that see nothing: their probabilities become 0 without a test."""
+    tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
+    pid = tl.program_id(0)
+    b = pid // tiles_m // shape.HEADS
+    h = (pid // tiles_m) % shape.HEADS
+    seq = device.locate(lengths, b, h, seqlen_q, seqlen_k, shape)
+    m0 = (pid % tiles_m) * shape.BLOCK_M
+    offs_m = tl.arange(0, shape.BLOCK_M)
+    rows_left = seq.len_q - m0
+    stat = device.stat_offset(seq, stat_rows, lengths, shape) + m0 + offs_m
+    inside = offs_m < rows_left
+    delta_tile = tl.zeros([shape.BLOCK_M], tl.float32)
+    if do is not None:
+        o_ptr = device.row_ptr(out, b, seq.q_start + m0, h)
+        do_ptr = device.row_ptr(do, b, seq.q_start + m0, h)
+        o_tile = device.load_rows(o_ptr, out.seq, offs_m, 0, rows_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+        do_tile = device.load_rows(do_ptr, do.seq, offs_m, 0, rows_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+        delta_tile += tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        delta_tile -= tl.load(dlse + stat, mask=inside, other=0.0)
+    lse_tile = tl.load(lse + stat, mask=inside, other=0.0) * LOG2E
+    tl.store(lse2 + stat, tl.where(lse_tile == float("-inf"), float("inf"), lse_tile), mask=inside)
+    tl.store(delta + stat, delta_tile, mask=inside)
+
+
+@triton.jit
+def score_tile_gradient(
+    qk, dp, lse2, delta, rows, keys, m0, n0, task, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """From the products q·k and do·v: the dropped-out probabilities, ``ds`` of the whole score, and its chain.
+
+    `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED.
+    """
+    seq, scoring, dropout = task.seq, task.variant.scoring, task.variant.dropout
+    if scoring.fold:
+        chain = device.Chain(qk * (scoring.scale * LOG2E), qk, qk)
+    else:
+        chain = device.scores(qk, scoring, seq, rows, keys)
+    s = chain.s
+    if MASKED:
+        s = tl.where(device.visible(task, rows, keys), s, float("-inf"))
+    p = tl.exp2(s - lse2)
+    dropped = p
+    if dropout is not None:
+        keep = device.keep_tile(dropout, seq, m0, n0, task.shape)
+        if TRANSPOSED:
+            keep = tl.trans(keep)
+        rescale = 65536.0 / dropout.keep
+        dropped = tl.where(keep, p * rescale, 0.0)
+        dp = tl.where(keep, dp * rescale, 0.0)
+    ds = p * (dp - delta)
+    if MASKED:
+        # What is invisible may be NaN, and 0 · NaN is NaN.
+        ds = tl.where(p == 0.0, 0.0, ds)
+    return dropped, ds, chain
+
+
+@triton.jit
+def product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED: tl.constexpr):
+    """The gradient of ``scale q·k`` from that of the score."""
+    if not scoring.fold:
+        ds = device.scores_gradient(ds, chain, scoring, seq, rows, keys)
+        if MASKED:
+            ds = tl.where(p == 0.0, 0.0, ds)
+    return ds
+
+
+@triton.jit
+def _gather_dq(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
+    """The loop body of dq (see `device.walk`); `state` is dq and, per row, the gradient of the slope."""
+    dq, dslope = state
+    q_tile, do_tile, lse2, delta, m0, streams = tiles
+    seq, shape, scoring = task.seq, task.shape, task.variant.scoring
+    rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
+    offs_n = tl.arange(0, shape.BLOCK_N)
+    for i in tl.range(lo, hi):
+        n0 = device.start_of(i, listed, task, shape.BLOCK_N)
+        keys = (n0 + offs_n)[None, :]
+        first, last = task.span.first - n0, task.span.last - n0
+        k_ptr = streams.a + n0.to(tl.int64) * streams.a_stride
+        v_ptr = streams.b + n0.to(tl.int64) * streams.b_stride
+        k_tile = device.load_rows(k_ptr, streams.a_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        v_tile = device.load_rows(v_ptr, streams.b_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
+        dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
+        p, ds, chain = score_tile_gradient(
+            qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, task, MASKED, False
+        )  # fmt: skip
+        if scoring.slopes is not None:
+            dslope -= tl.sum(ds * device.distance(seq, rows, keys), 1)
+        ds = product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED)
+        if MASKED and task.variant.visibility.irregular:
+            k_tile = device.zero_unseen(k_tile, p != 0.0, 0)
+        dq = device.dot_add(ds.to(k_tile.dtype), k_tile, dq)  # [M, D]
+    return dq, dslope
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+    """Programs: (batch, head, tile of rows), as in the forward pass; `dslopes` is fp32 [B, Hq, tiles of rows]."""
+    tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = tiles_m - 1 - pid % tiles_m
+    h = (pid // tiles_m) % shape.HEADS
+    b = pid // tiles_m // shape.HEADS
+    seq = device.locate(variant.lengths, b, h, seqlen_q, seqlen_k, shape)
+    m0 = tile_m * shape.BLOCK_M
+    if m0 >= seq.len_q:
+        return
+    offs_m = tl.arange(0, shape.BLOCK_M)
+    rows_left = seq.len_q - m0
+    q_ptr = device.row_ptr(q, b, seq.q_start + m0, h)
+    do_ptr = device.row_ptr(do, b, seq.q_start + m0, h)
+    q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
+    do_tile = device.load_rows(do_ptr, do.seq, offs_m, 0, rows_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+    stat = device.stat_offset(seq, stat_rows, variant.lengths, shape) + m0 + offs_m
+    lse2_rows = tl.load(lse2 + stat, mask=offs_m < rows_left, other=float("inf"))
+    delta_rows = tl.load(delta + stat, mask=offs_m < rows_left, other=0.0)
+    k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
+    v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
+    tiles = q_tile, do_tile, lse2_rows, delta_rows, m0, device.Streams(k_ptr, v_ptr, k.seq, v.seq)
+    state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
+    task = device.Task(seq, device.keys_of(seq, m0, left, right, shape), variant, shape, left, right)
+    dq_tile, dslope = device.walk(_gather_dq, state, tiles, task, tile_m, left)
+    dq_ptr = device.row_ptr(dq, b, seq.q_start + m0, h)
+    device.store_rows(dq_ptr, dq.seq, offs_m, rows_left, dq_tile * variant.scoring.scale, shape.HEAD_DIM, shape.BLOCK_D)
+    if dslopes is not None:
+        tl.store(dslopes + (b.to(tl.int64) * shape.HEADS + h) * tiles_m + tile_m, tl.sum(dslope, 0))
+
+
+@triton.jit
+def _gather_dkv(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
+    """The loop body of dk and dv for one query head (see `device.walk`); all score tiles are [N, M] here."""
+    dk, dv = state
+    k_tile, v_tile, lse2, delta, n0, streams = tiles
+    seq, shape, scoring = task.seq, task.shape, task.variant.scoring
+    keys = (n0 + tl.arange(0, shape.BLOCK_N))[:, None]
+    offs_m = tl.arange(0, shape.BLOCK_M)
+    for i in tl.range(lo, hi):
+        m0 = device.start_of(i, listed, task, shape.BLOCK_M)
+        rows = (m0 + offs_m)[None, :]
+        first, last = task.span.first - m0, task.span.last - m0
+        q_ptr = streams.a + m0.to(tl.int64) * streams.a_stride
+        do_ptr = streams.b + m0.to(tl.int64) * streams.b_stride
+        q_tile = device.load_rows(q_ptr, streams.a_stride, offs_m, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        do_tile = device.load_rows(do_ptr, streams.b_stride, offs_m, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        if MASKED:
+            inside = m0 + offs_m < seq.len_q
+            lse2_rows = tl.load(lse2 + m0 + offs_m, mask=inside, other=float("inf"))
+            delta_rows = tl.load(delta + m0 + offs_m, mask=inside, other=0.0)
+        else:
+            lse2_rows = tl.load(lse2 + m0 + offs_m)
+            delta_rows = tl.load(delta + m0 + offs_m)
+        qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
+        dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
+        p, ds, chain = score_tile_gradient(
+            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, task, MASKED, True
+        )  # fmt: skip
+        dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]
+        ds = product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED)
+        dk = device.dot_add(ds.to(q_tile.dtype), q_tile, dk)  # [N, D]
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+    """Programs: (batch, key/value head, tile of keys), which sum over the query heads of their group."""
+    tiles_n = tl.cdiv(seqlen_k, shape.BLOCK_N)
+    pid = tl.program_id(0)
+    tile_n = pid % tiles_n
+    head_kv = (pid // tiles_n) % (shape.HEADS // shape.GROUP)
+    b = pid // tiles_n // (shape.HEADS // shape.GROUP)
+    at = device.locate(variant.lengths, b, head_kv * shape.GROUP, seqlen_q, seqlen_k, shape)
+    n0 = tile_n * shape.BLOCK_N
+    if n0 >= at.len_k:
+        return
+    offs_n = tl.arange(0, shape.BLOCK_N)
+    keys_left = at.len_k - n0
+    k_ptr = device.row_ptr(k, b, at.k_start + n0, head_kv)
+    v_ptr = device.row_ptr(v, b, at.k_start + n0, head_kv)
+    k_tile = device.load_rows(k_ptr, k.seq, offs_n, 0, keys_left, shape.HEAD_DIM, shape.BLOCK_D, True)
+    v_tile = device.load_rows(v_ptr, v.seq, offs_n, 0, keys_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+    dk_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32)
+    dv_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
+    span = device.rows_of(at, n0, left, right, shape)
+    for g in tl.range(0, shape.GROUP):
+        h = head_kv * shape.GROUP + g
+        seq = device.Sequence(b, h, at.q_start, at.k_start, at.len_q, at.len_k, at.off)
+        streams = device.Streams(device.row_ptr(q, b, at.q_start, h), device.row_ptr(do, b, at.q_start, h), q.seq, do.seq)
+        stat = device.stat_offset(seq, stat_rows, variant.lengths, shape)
+        tiles = k_tile, v_tile, lse2 + stat, delta + stat, n0, streams
+        task = device.Task(seq, span, variant, shape, left, right)
+        dk_tile, dv_tile = device.walk(_gather_dkv, (dk_tile, dv_tile), tiles, task, tile_n, right)
+    dk_ptr = device.row_ptr(dk, b, at.k_start + n0, head_kv)
+    dv_ptr = device.row_ptr(dv, b, at.k_start + n0, head_kv)
+    device.store_rows(dk_ptr, dk.seq, offs_n, keys_left, dk_tile * variant.scoring.scale, shape.HEAD_DIM, shape.BLOCK_D)
+    device.store_rows(dv_ptr, dv.seq, offs_n, keys_left, dv_tile, shape.HEAD_DIM_V, shape.BLOCK_DV)

@@ -1,0 +1,118 @@
+"""The backward pass on the host: which kernels a set of gradients needs, and the small sums behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from . import bias, launch
+from .backward import delta_kernel, dkv_kernel, dq_kernel
+from .device import Rows
+
+Tiles = dict[str, TileConfig]
+
+
+def backward(
+    problem: Problem, inputs: Inputs, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any],
+    needs: tuple[str, ...], tiles: Tiles,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients named in `needs`.
+
+    Args:
+        problem, inputs: the call.
+        forward: its ``out`` and ``lse``.
+        grads: ``do`` and ``dlse``; one of them may be None.
+        needs: names of inputs.
+        tiles: a tile for each pass.
+    """
+    call, (out, lse), (do, dlse) = launch.prepare(problem, inputs), forward, grads
+    if do is None:
+        do = torch.zeros_like(out)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    result: dict[str, torch.Tensor] = {}
+    with launch.on(problem.device):
+        stats = _statistics(call, (out, lse), (do, dlse), tiles["delta"])
+        operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
+        if "q" in needs or "alibi_slopes" in needs:
+            result["q"], slopes = _dq(call, operands, stats, tiles["dq"], inputs)
+            if slopes is not None:
+                result["alibi_slopes"] = slopes
+        if "k" in needs or "v" in needs:
+            result["k"], result["v"] = _dkv(call, operands, stats, tiles["dkv"])
+        if "bias" in needs:
+            result["bias"] = bias.dbias(call, operands, stats, tiles["dbias"])
+    if "sinks" in needs:
+        assert inputs.sinks is not None
+        result["sinks"] = _dsinks(problem, inputs.sinks, lse, stats[1])
+    return {name: result[name] for name in needs}
+
+
+def _empty(problem: Problem, like: torch.Tensor, written: bool) -> torch.Tensor:
+    """A gradient of `like`, contiguous; zeros where kernels do not write every row."""
+    return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _statistics(
+    call: launch.Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lse in base 2, and delta."""
+    problem, (out, lse), (do, dlse) = call.problem, forward, grads
+    lse2, delta = torch.empty_like(lse), (torch.zeros_like if problem.packed else torch.empty_like)(lse)
+    dlse = None if dlse is None else dlse.float().contiguous()
+    programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
+    if programs:
+        delta_kernel[(programs,)](
+            launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
+            call.lengths, call.shape(tile), *call.sizes[:3], num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return lse2, delta
+
+
+def _dq(
+    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig, inputs: Inputs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """dq, and the gradient of the slopes if there are any."""
+    problem, slopes = call.problem, inputs.alibi_slopes
+    dq = _empty(problem, inputs.q, not problem.packed)
+    tiles_m = triton.cdiv(problem.seqlen_q, tile.block_m)
+    partial = None
+    if slopes is not None:
+        partial = torch.zeros(problem.batch, problem.heads_q, tiles_m, dtype=torch.float32, device=problem.device)
+    programs = tiles_m * problem.heads_q * problem.batch
+    if programs:
+        dq_kernel[(programs,)](
+            *operands, launch.rows(dq, problem), partial, *stats, call.variant(tile), call.shape(tile), *call.sizes,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    if partial is None or slopes is None:
+        return dq, None
+    dslopes = partial.sum(2)
+    return dq, (dslopes if slopes.ndim == 2 else dslopes.sum(0)).to(slopes.dtype)
+
+
+def _dkv(
+    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    problem = call.problem
+    written = not problem.packed and not problem.has_seqused
+    dk, dv = (_empty(problem, x.ptr, written) for x in operands[1:3])
+    programs = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.heads_kv * problem.batch
+    if programs:
+        dkv_kernel[(programs,)](
+            *operands, launch.rows(dk, problem), launch.rows(dv, problem), *stats, call.variant(tile, transposed=True),
+            call.shape(tile), *call.sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return dk, dv
+
+
+def _dsinks(problem: Problem, sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """``-sum over rows of exp(sink - lse) delta``: a sink is a key whose value is 0."""
+    heads_last = (0, 2, 1) if lse.ndim == 3 else (1, 0)
+    lse, delta = lse.permute(heads_last).flatten(0, -2), delta.permute(heads_last).flatten(0, -2)
+    p = torch.where(lse == float("-inf"), 0.0, (sinks.float() - lse).exp())
+    return -(p * delta).sum(0).to(sinks.dtype)
