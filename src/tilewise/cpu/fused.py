@@ -52,7 +52,8 @@ def serves_forward(problem: Problem, inputs: Inputs) -> bool:
     if not _plain(problem) or (bias is not None and bias.dtype != problem.dtype):
         return False
     if isinstance(mask, Full):
-        return True
+        # A bias of -inf hides keys, and a row that it leaves none has LSE -inf, not PyTorch's 0.
+        return bias is None or _finite(bias)
     if bias is not None or not (_causal(problem) or isinstance(mask, Dense)):
         return False
     if isinstance(mask, Dense) and not bool(mask.grid().any(dim=-1).all()):
