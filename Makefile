@@ -33,7 +33,7 @@ demo: setup ## Train a small model on real text with tiled attention, beside PyT
 	$(BIN)/tilewise demo $(ARGS)
 
 test: setup ## Run the tests.
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
 
 check: lint types build test ## Everything that has to hold before a commit.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +15,9 @@ LATE = {"triton", "rich", "typer", "matplotlib", "numpy", "sympy", "transformers
 
 def run(code: str) -> Any:
     """The last line that `code` prints in a new interpreter, read as JSON."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    # Users import compiled modules; a setting against writing them would have every run compile them anew.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
