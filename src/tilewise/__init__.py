@@ -3,7 +3,8 @@
 from . import errors, masks
 from .api import attention, attention_varlen
 from .block_masks import BlockMask
-from .masks import Causal, Document, PrefixLM, Predicate, Window
+from .explain import Explanation, explain
+from .masks import Causal, Document, Predicate, PrefixLM, Window
 from .score_mods import ScoreMod
 from .softmax import merge_states
 
@@ -13,6 +14,7 @@ __all__ = [
     "BlockMask",
     "Causal",
     "Document",
+    "Explanation",
     "Predicate",
     "PrefixLM",
     "ScoreMod",
@@ -20,6 +22,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "errors",
+    "explain",
     "masks",
     "merge_states",
 ]

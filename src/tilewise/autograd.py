@@ -52,7 +52,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     checks.metadata(this, inputs)
     backend = dispatch.module(dispatch.choose(this))
     with _plain_numerics(this.device):
-        return backend.forward(this, inputs)  # type: ignore[no-any-return]
+        return backend.forward(this, inputs)
 
 
 def _backward(
@@ -140,8 +140,8 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
     if torch.compiler.is_compiling():
         inputs = _unshared(inputs)
     if options.needs_grad:
-        return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *inputs, *extras)  # type: ignore[no-any-return]
-    return torch.ops.tilewise.forward(*inputs, extras, spec, max_seqlen_q, max_seqlen_k)  # type: ignore[no-any-return]
+        return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *inputs, *extras)
+    return torch.ops.tilewise.forward(*inputs, extras, spec, max_seqlen_q, max_seqlen_k)
 
 
 def _unshared(inputs: Inputs) -> Inputs:
@@ -153,5 +153,3 @@ def _unshared(inputs: Inputs) -> Inputs:
     if cu_k is not None and cu_k is inputs.cu_seqlens_q:
         cu_k = cu_k.view_as(cu_k)
     return inputs._replace(k=k, v=v, cu_seqlens_k=cu_k)
-
-

@@ -7,11 +7,11 @@ BigBird (Zaheer et al., 2020), section 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from . import errors
+from .interning import constant
 from .mask_algebra import Frame, Lowered, Mask, Or, Positions, pick
 
 
@@ -53,7 +53,7 @@ class BlockMask(Mask):
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
         tensors.append(self.tiles)
-        return f"('blocks',{len(tensors) - 1},{self.block_q!r},{self.block_k!r})"
+        return f"('blocks',{len(tensors) - 1},{constant(self.block_q)!r},{constant(self.block_k)!r})"
 
     def __or__(self, other: Mask) -> Mask:
         if isinstance(other, BlockMask) and self._same_blocks(other):
@@ -82,9 +82,7 @@ class BlockMask(Mask):
         )
 
     @classmethod
-    def longformer(
-        cls, seqlen: int, *, block: int = 64, window_blocks: int = 1, global_blocks: int = 1
-    ) -> BlockMask:
+    def longformer(cls, seqlen: int, *, block: int = 64, window_blocks: int = 1, global_blocks: int = 1) -> BlockMask:
         """A band of ``2 * window_blocks + 1`` tiles, and `global_blocks` first tiles that see and are seen by all.
 
         >>> print(BlockMask.longformer(512, block=64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib import import_module, util
 from types import ModuleType
 
@@ -14,7 +14,7 @@ _MODULES = {"cpu": "tilewise.cpu"}
 BACKENDS = tuple(_MODULES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _missing(name: str) -> str | None:
     """Why a backend cannot be imported here, or None."""
     if name == "triton" and util.find_spec("triton") is None:

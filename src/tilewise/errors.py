@@ -32,9 +32,9 @@ class UnsupportedError(TilewiseError, NotImplementedError):
 def fail(kind: type[TilewiseError], argument: str, passed: object, supported: str, fix: str) -> NoReturn:
     """Raise `kind` with the one message format of the package.
 
-    >>> fail(ArgumentError, "softcap", -1.0, "a finite number > 0, or None", "pass None for no cap")
+    >>> fail(ArgumentError, "softcap", -1.0, "a number > 0, or None", "pass None for no cap")
     Traceback (most recent call last):
         ...
-    tilewise.errors.ArgumentError: softcap: got -1.0; supported: a finite number > 0, or None. Fix: pass None for no cap.
+    tilewise.errors.ArgumentError: softcap: got -1.0; supported: a number > 0, or None. Fix: pass None for no cap.
     """
     raise kind(f"{argument}: got {passed}; supported: {supported}. Fix: {fix}.")

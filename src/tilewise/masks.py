@@ -10,7 +10,7 @@ import torch
 
 from . import errors
 from .block_masks import BlockMask
-from .interning import check_aux, decode_aux, encode_aux, intern, lookup
+from .interning import check_aux, check_function, constant, decode_aux, encode_aux, intern, lookup
 from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, And, Frame, Lowered, Mask, Or, Positions, pick
 
 
@@ -98,7 +98,7 @@ class Window(Mask):
         return Lowered(left=self.left, right=self.right)
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
-        return f"('window',{self.left!r},{self.right!r})"
+        return f"('window',{constant(self.left)!r},{constant(self.right)!r})"
 
 
 def _check_ids(name: str, ids: Any) -> None:
@@ -233,7 +233,7 @@ class PrefixLM(Mask):
         if isinstance(self.prefix, torch.Tensor):
             tensors.append(self.prefix)
             return f"('prefix_tensor',{len(tensors) - 1})"
-        return f"('prefix',{self.prefix!r})"
+        return f"('prefix',{constant(self.prefix)!r})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,15 +252,8 @@ class Predicate(Mask):
     aux: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            errors.fail(
-                errors.ArgumentError,
-                "Predicate.fn",
-                repr(self.fn),
-                "a function (b, h, q, k, *aux) -> bool",
-                "pass a Python function",
-            )
         check_aux("Predicate.aux", self.aux)
+        check_function("Predicate.fn", self.fn, 4 + len(self.aux))
 
     def visible(self, at: Positions) -> torch.Tensor:
         seen = self.fn(at.b, at.h, at.q, at.k, *self.aux)
@@ -349,5 +342,3 @@ def parts(mask: Mask) -> list[Mask]:
     if isinstance(mask, (And, Or)):
         return parts(mask.a) + parts(mask.b)
     return [mask]
-
-

@@ -89,6 +89,7 @@ class Problem:
     """Shapes, dtypes and options of one call.
 
     `seqlen_q` and `seqlen_k` are the lengths of a dense call and the longest member's of a packed one.
+    `assumed_capability` is set where a call is only explained, for a device that may not be here.
     """
 
     batch: int
@@ -106,6 +107,7 @@ class Problem:
     has_alibi: bool
     has_sinks: bool
     has_seqused: bool
+    assumed_capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, inputs: Inputs, options: Options, max_seqlen_q: int = 0, max_seqlen_k: int = 0) -> Problem:
@@ -153,6 +155,13 @@ class Problem:
     @property
     def has_dropout(self) -> bool:
         return self.options.dropout_keep != dropout.KEEP_ALL
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """CUDA compute capability of the device, or the one that `explain` assumes; None for others."""
+        if self.assumed_capability is not None or self.device.type != "cuda" or torch.version.hip is not None:
+            return self.assumed_capability
+        return torch.cuda.get_device_capability(self.device)
 
     def offset(self, seqlen_q: Any, seqlen_k: Any) -> Any:
         """The diagonal's offset for lengths in use (ints or tensors): key ``i + off`` lies on row i's diagonal."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from . import errors
-from .interning import check_aux, decode_aux, encode_aux, intern, lookup
+from .interning import check_aux, check_function, decode_aux, encode_aux, intern, lookup
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +37,10 @@ class ScoreMod:
     aux: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in (("fn", self.fn), ("dfn", self.dfn)):
-            if not callable(value) and not (name == "dfn" and value is None):
-                errors.fail(
-                    errors.ArgumentError, f"ScoreMod.{name}", repr(value), "a function", "pass a Python function"
-                )
         check_aux("ScoreMod.aux", self.aux)
+        check_function("ScoreMod.fn", self.fn, 5 + len(self.aux))
+        if self.dfn is not None:
+            check_function("ScoreMod.dfn", self.dfn, 6 + len(self.aux))
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
         """The static part as a Python literal; tensors of `aux` are appended to `tensors` and named by position."""

@@ -20,9 +20,7 @@ class Member(NamedTuple):
     k1: int
 
 
-def members(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, seqused_k: torch.Tensor | None
-) -> list[Member]:
+def members(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, seqused_k: torch.Tensor | None) -> list[Member]:
     """The members of a packed call, in order, empty ones included. Reads the lengths on the host.
 
     >>> offsets = torch.tensor([0, 2, 2, 5])

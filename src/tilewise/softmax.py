@@ -145,7 +145,7 @@ def merge_states(
                 errors.ShapeError,
                 name,
                 f"shape {list(got)}",
-                f"{list(want)} beside o_a {list(o_a.shape)} (o [B, S, H, D] with lse [B, H, S], or [T, H, D] with [H, T])",
+                f"{list(want)} beside o_a {list(o_a.shape)}",
                 "pass o and lse as attention(..., return_lse=True) returns them",
             )
     if o_a.dtype != o_b.dtype:

@@ -34,9 +34,7 @@ def _out_view(group: Group, out: torch.Tensor) -> torch.Tensor:
     return part.transpose(1, 2)
 
 
-def _attend_rows(
-    group: Group, m0: int, m1: int, spans: list[Span], seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_rows(group: Group, m0: int, m1: int, spans: list[Span], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [b, heads, M, Dv] and LSE [b, heads, M] of one row tile."""
     q = group.q[:, :, :, m0:m1].flatten(2, 3)  # [b, h_kv, group * M, D]
     state = softmax.init(tuple(q.shape[:3]), group.v.shape[-1], q, _sink_rows(group, m1 - m0))

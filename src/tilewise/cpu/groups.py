@@ -168,9 +168,7 @@ def groups(problem: Problem, inputs: Inputs) -> Iterator[Group]:
         yield from _sequences(problem, inputs, 0, problem.batch, *everything)
 
 
-def _sequences(
-    problem: Problem, inputs: Inputs, first: int, last: int, rows: slice, keys: slice
-) -> Iterator[Group]:
+def _sequences(problem: Problem, inputs: Inputs, first: int, last: int, rows: slice, keys: slice) -> Iterator[Group]:
     """The groups of batch entries first .. last, which share their rows and keys."""
     seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
     if seqlen_q == 0 or first == last:
@@ -219,5 +217,7 @@ def _keys_of(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:
 
 def keys_view(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:
     """The group's keys of a k-shaped tensor as a view [b, h_kv, seqlen_k, D]."""
-    part = x[None, where.keys, where.h0 : where.h1] if problem.packed else x[where.b0 : where.b1, :, where.h0 : where.h1]
+    part = (
+        x[None, where.keys, where.h0 : where.h1] if problem.packed else x[where.b0 : where.b1, :, where.h0 : where.h1]
+    )
     return part.transpose(1, 2)

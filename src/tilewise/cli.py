@@ -1,0 +1,158 @@
+"""The command line: ``tilewise info``, ``tilewise explain``, ``tilewise demo``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from . import __version__, dispatch, errors
+from .arguments import prepare
+from .demo import DemoConfig
+from .demo import run as run_demo
+from .explain import explain as explain_call
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as missing:  # pragma: no cover - the package itself needs neither
+    raise SystemExit(f"The command line needs {missing.name}. Fix: pip install 'tilewise[cli]'") from missing
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Exact attention, tile by tile.")
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, backends and why one is not available, cache directory."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for label, value in [*_versions(), *_devices(), *_backends(), ("kernel cache", str(_cache_directory()))]:
+        table.add_row(f"[bold]{label}[/bold]", value)
+    Console().print(table)
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = [("tilewise", __version__), ("python", platform.python_version()), ("torch", torch.__version__)]
+    for package in ("triton", "numpy", "transformers"):
+        try:
+            found.append((package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            found.append((package, "not installed"))
+    return found
+
+
+def _devices() -> list[tuple[str, str]]:
+    cpu = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        why = "no driver or device found" if built else "this torch is built without CUDA"
+        return [("cpu", cpu), ("gpu", f"none: {why}")]
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        names.append((f"cuda:{index}", f"{properties.name}, {properties.major}.{properties.minor}, {memory}"))
+    return [("cpu", cpu), *names]
+
+
+def _backends() -> list[tuple[str, str]]:
+    """Each backend's word on the plainest call, with tensors on the best device that is here."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.empty(1, 16, 1, 64, dtype=torch.bfloat16, device=device)
+    rows = []
+    for name in dispatch.BACKENDS:
+        on_cpu = name == "cpu"
+        plain = prepare(x.cpu(), x.cpu(), x.cpu())[0] if on_cpu else prepare(x, x, x)[0]
+        why = dispatch.reasons(name, plain)
+        rows.append((f"backend {name}", "available" if not why else f"not available: {'; '.join(why)}"))
+    return rows
+
+
+def _cache_directory() -> Path:
+    """Where Triton keeps compiled kernels."""
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) != 4:
+        raise typer.BadParameter(f"got {text!r}; supported: batch,seqlen,heads,head_dim such as 1,4096,32,128")
+    return sizes
+
+
+def _window(text: str | None) -> tuple[int | None, int | None] | None:
+    if text is None:
+        return None
+    try:
+        left, right = (None if part.strip() in ("", "None") else int(part) for part in text.split(","))
+    except ValueError as bad:
+        raise typer.BadParameter(f"got {text!r}; supported: left,right such as 1023,0 or 1023, (unbounded)") from bad
+    return left, right
+
+
+@app.command()
+def explain(
+    q: Annotated[str, typer.Option(help="batch,seqlen,heads,head_dim of the queries")],
+    kv_heads: Annotated[int | None, typer.Option(help="key/value heads; default: as many as query heads")] = None,
+    kv_len: Annotated[int | None, typer.Option(help="keys; default: as many as queries")] = None,
+    head_dim_v: Annotated[int | None, typer.Option(help="head dim of the values; default: the queries'")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="causal, bottom-right aligned")] = False,
+    window: Annotated[str | None, typer.Option(help="left,right; inclusive, empty is unbounded")] = None,
+    softcap: Annotated[float | None, typer.Option(help="cap of the scores")] = None,
+    dropout_p: Annotated[float, typer.Option(help="probability of dropping a weight")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64")] = "bf16",
+    device: Annotated[str | None, typer.Option(help="a device of tilewise.roofline, e.g. h200; default: here")] = None,
+    backend: Annotated[str | None, typer.Option(help="ask for this backend")] = None,
+) -> None:
+    """Backend and why not the others, tile, FLOPs, HBM bytes and the floor time of a call."""
+    batch, seqlen, heads, head_dim = _sizes(q)
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"got --dtype {dtype!r}; supported: {', '.join(_DTYPES)}")
+    keys = (batch, seqlen if kv_len is None else kv_len, heads if kv_heads is None else kv_heads)
+    # Shapes are all that is needed; where no device is named, the question is about this machine's own.
+    where = "meta" if device else "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = ((batch, seqlen, heads, head_dim), (*keys, head_dim), (*keys, head_dim_v or head_dim))
+    tensors = [torch.empty(shape, dtype=_DTYPES[dtype], device=where) for shape in shapes]
+    found = explain_call(
+        *tensors,
+        device=device,
+        causal=causal,
+        window=_window(window),
+        softcap=softcap,
+        dropout_p=dropout_p,
+        backend=backend,
+    )
+    typer.echo(found)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int | None, typer.Option(help="training steps; default: fits the machine")] = None,
+    seed: Annotated[int, typer.Option(help="of weights, batches, dropout and generation")] = 0,
+    out: Annotated[Path | None, typer.Option(help="write curves (SVG, PNG) and metrics (JSON) to this folder")] = None,
+) -> None:
+    """Train a byte-level model on the Python standard library with tiled attention, beside torch's own."""
+    run_demo(DemoConfig(steps=steps, seed=seed, out=out))
+
+
+def main() -> None:
+    """Run the command line; errors that the library raises on purpose are one line, not a traceback."""
+    try:
+        app()
+    except errors.TilewiseError as error:
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

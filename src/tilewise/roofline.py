@@ -1,0 +1,168 @@
+"""What a call must cost at least: floating-point operations, HBM bytes, and the time that a device needs for them.
+
+Counts are of the algorithm, not of a kernel: each visible (row, key) pair once, each tensor over HBM once. Beside them
+stands standard attention, which writes its scores S and probabilities P to HBM and reads them back.
+
+Source: FlashAttention (Dao et al., 2022), section 3 and Theorem 2; FlashAttention-2 (Dao, 2023), section 4.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import errors, sequences
+from .mask_algebra import Frame, interval
+from .problem import Inputs, Problem
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rates of a device, by its vendor's datasheet (dense, no sparsity).
+
+    Args:
+        name: as the command line takes it.
+        tflops_16bit: fp16/bf16 matrix products with fp32 accumulation, TFLOP/s.
+        tflops_fp32: fp32 outside the tensor cores (true fp32), TFLOP/s.
+        hbm_tb_s: memory bandwidth, TB/s.
+        sram_kib: shared memory that one thread block can have, KiB.
+        capability: CUDA compute capability.
+    """
+
+    name: str
+    tflops_16bit: float
+    tflops_fp32: float
+    hbm_tb_s: float
+    sram_kib: int
+    capability: tuple[int, int]
+
+    def tflops(self, dtype: torch.dtype) -> float:
+        """The rate for products of this dtype."""
+        return self.tflops_16bit if dtype.itemsize <= 2 else self.tflops_fp32
+
+    def balance(self, dtype: torch.dtype) -> float:
+        """FLOPs per byte at which arithmetic and memory take equally long."""
+        return self.tflops(dtype) / self.hbm_tb_s
+
+
+# Datasheets: NVIDIA A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2025, per GPU), GeForce RTX 4090 (Ada
+# whitepaper, 2022). Shared memory: CUDA C++ Programming Guide, compute capabilities, maximum per thread block.
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100-40gb", 312.0, 19.5, 1.555, 163, (8, 0)),
+        Device("a100-80gb", 312.0, 19.5, 2.039, 163, (8, 0)),
+        Device("rtx4090", 165.2, 82.6, 1.008, 99, (8, 9)),
+        Device("h100", 989.4, 66.9, 3.35, 227, (9, 0)),
+        Device("h200", 989.4, 66.9, 4.8, 227, (9, 0)),
+        Device("b200", 2250.0, 75.0, 8.0, 227, (10, 0)),
+    )
+}
+
+
+def device(name: str) -> Device:
+    """A device of the table by its name.
+
+    Raises:
+        tilewise.errors.ArgumentError: unknown name.
+    """
+    if name.lower() not in DEVICES:
+        errors.fail(errors.ArgumentError, "device", repr(name), ", ".join(DEVICES), "name one of these")
+    return DEVICES[name.lower()]
+
+
+def device_of(tensor_device: torch.device) -> Device | None:
+    """The table's entry for the GPU that tensors are on; None for CPUs and GPUs that it lacks."""
+    if tensor_device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name(tensor_device).lower().replace(" ", "")
+    known = [
+        entry for key, entry in DEVICES.items() if key.replace("-", "").removesuffix("gb") in name.replace("-", "")
+    ]
+    return known[-1] if known else None
+
+
+class Pairs(NamedTuple):
+    """How many (query row, key) pairs of all heads are visible; an upper bound where a predicate was not run."""
+
+    number: int
+    exact: bool
+
+
+def visible_pairs(problem: Problem, inputs: Inputs) -> Pairs:
+    """Pairs that the mask leaves, over all batch entries and query heads."""
+    total, exact = 0, True
+    for first, last, seqlen_q, seqlen_k in _lengths(problem, inputs):
+        # Shapes alone decide where the tensors are only described.
+        where = torch.device("cpu") if problem.device.type == "meta" else problem.device
+        off = int(problem.offset(seqlen_q, seqlen_k))
+        frame = Frame(first, last, seqlen_q, seqlen_k, off, where)
+        lowered = problem.options.mask.lower(frame)
+        lo, hi = interval(lowered, frame)
+        seen = (hi - lo).clamp(min=0).sum(dim=1).expand(last - first).sum()
+        share = 1.0 if lowered.blocks is None else lowered.blocks.density
+        total += round(int(seen) * share) * problem.heads_q
+        exact = exact and lowered.residual is None and lowered.blocks is None
+    return Pairs(total, exact)
+
+
+def _lengths(problem: Problem, inputs: Inputs) -> list[tuple[int, int, int, int]]:
+    """Ranges of batch entries with their lengths: (first, last, seqlen_q, seqlen_k)."""
+    if not problem.packed:
+        return [(0, problem.batch, problem.seqlen_q, problem.seqlen_k)]
+    assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
+    found = sequences.members(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+    return [(m.b, m.b + 1, m.q1 - m.q0, m.k1 - m.k0) for m in found]
+
+
+def flops(problem: Problem, pairs: int, pass_: str = FORWARD) -> int:
+    """Floating-point operations of the products, 2 per multiply-add.
+
+    Forward: ``S = QKᵀ`` and ``O = PV``. Backward: S again, ``dP = dO Vᵀ``, ``dV = Pᵀ dO``, ``dQ = dS K``,
+    ``dK = dSᵀ Q`` (2.5 times the forward where both head dims agree).
+    """
+    d, d_v = problem.head_dim, problem.head_dim_v
+    return 2 * pairs * (d + d_v) if pass_ == FORWARD else 2 * pairs * (3 * d + 2 * d_v)
+
+
+def hbm_bytes(problem: Problem, inputs: Inputs, pass_: str = FORWARD) -> int:
+    """Bytes over HBM if each tensor crosses once: inputs and results, and in the backward their gradients."""
+    read = sum(_bytes(x) for x in inputs if x is not None)
+    rows = inputs.q.shape.numel() // problem.head_dim
+    out = rows * problem.head_dim_v * problem.out_dtype.itemsize
+    lse = rows * problem.compute_dtype.itemsize
+    if pass_ == FORWARD:
+        return read + out + lse
+    grads = sum(_bytes(x) for x in inputs[:6] if x is not None)
+    return read + 2 * out + lse + grads
+
+
+def _bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def standard_hbm_bytes(problem: Problem, inputs: Inputs, pass_: str = FORWARD) -> int:
+    """Bytes of standard attention: the same tensors, and S and P (in q's dtype) written and read back.
+
+    Forward (FlashAttention, Algorithm 0): S written and read, P written and read. Backward: P read for dV and for dS,
+    dP written and read, dS written and read twice.
+    """
+    scores = score_matrix_bytes(problem, inputs)
+    return hbm_bytes(problem, inputs, pass_) + (4 if pass_ == FORWARD else 7) * scores
+
+
+def score_matrix_bytes(problem: Problem, inputs: Inputs) -> int:
+    """Bytes of one full matrix of scores over all batch entries and heads, in q's dtype."""
+    cells = sum((last - first) * m * n for first, last, m, n in _lengths(problem, inputs))
+    return cells * problem.heads_q * problem.dtype.itemsize
+
+
+def floor_ms(problem: Problem, pairs: int, moved: int, on: Device, pass_: str = FORWARD) -> float:
+    """Milliseconds below which no implementation gets on this device: the longer of arithmetic and memory."""
+    arithmetic = flops(problem, pairs, pass_) / (on.tflops(problem.dtype) * 1e12)
+    memory = moved / (on.hbm_tb_s * 1e12)
+    return 1e3 * max(arithmetic, memory)
