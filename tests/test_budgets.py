@@ -24,6 +24,7 @@ LONG_SIGNATURES = {
     "api.py": {"attention", "attention_varlen", "attention_with_kvcache"},
     "explain.py": {"explain"},
     "arguments.py": {"prepare"},
+    "cli.py": {"explain"},
 }
 
 Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
