@@ -91,7 +91,7 @@ def attention(
         (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
     """
     q, k, v = _autocast(q, k, v)
-    problem, inputs, _ = prepare(
+    problem, inputs, return_lse = prepare(
         q,
         k,
         v,
@@ -107,6 +107,7 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        return_lse=return_lse,
         out_dtype=out_dtype,
         backend=backend,
         validate=validate,
@@ -179,7 +180,7 @@ def attention_varlen(
         torch.Size([10, 2, 16])
     """
     q, k, v = _autocast(q, k, v)
-    problem, inputs, _ = prepare(
+    problem, inputs, return_lse = prepare(
         q,
         k,
         v,
@@ -200,6 +201,7 @@ def attention_varlen(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        return_lse=return_lse,
         out_dtype=out_dtype,
         backend=backend,
         validate=validate,
@@ -211,8 +213,10 @@ def attention_varlen(
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v in autocast's dtype where it is on, as `F.scaled_dot_product_attention` casts them (never fp64)."""
     first = tensors[0]
-    if not isinstance(first, torch.Tensor) or not torch.is_autocast_enabled(first.device.type):
+    device = first.device.type if isinstance(first, torch.Tensor) else "meta"
+    # Of meta tensors, which autocast does not know, only shapes count.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(device)
     eligible = (torch.float16, torch.bfloat16, torch.float32)
     return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in eligible else x for x in tensors)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from . import checks, dropout
 from .errors import ArgumentError, DtypeError, UnsupportedError, fail
+from .interning import constant
 from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, Mask
 from .masks import Causal, Full, Window, as_mask
 from .problem import Inputs, Options, Problem
@@ -38,8 +38,8 @@ def prepare(
     validate: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     seqused_k: torch.Tensor | None = None,
 ) -> tuple[Problem, Inputs, bool]:
     """The problem that these arguments pose, its tensors, and whether the LSE was asked for.
@@ -48,46 +48,51 @@ def prepare(
         tilewise.errors.TilewiseError: see `tilewise.attention`.
     """
     inputs = Inputs(q, k, v, bias, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+    packed = any(x is not None for x in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    checks.tensors(inputs, packed)
+    if packed:
         checks.offsets(inputs, max_seqlen_q, max_seqlen_k)
-    checks.tensors(inputs)
+    checks.flags(deterministic=deterministic, return_lse=return_lse, validate=validate)
     total = _mask(causal, window, mask)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:6])
     options = Options(
         mask=total,
         align=total.alignment() or BOTTOM_RIGHT,
         score_mod=_score_mod(score_mod, needs_grad),
-        softcap=_positive("softcap", softcap),
-        softmax_scale=_positive("softmax_scale", softmax_scale),
+        softcap=_positive("softcap", softcap, q.dtype),
+        softmax_scale=_positive("softmax_scale", softmax_scale, q.dtype),
         dropout_keep=_dropout_keep(dropout_p),
-        deterministic=bool(deterministic),
+        deterministic=deterministic,
         out_dtype=_out_dtype(out_dtype, q.dtype),
         backend=backend,
         needs_grad=needs_grad,
-        validate=bool(validate),
+        validate=validate,
     )
-    problem = Problem.of(inputs, options, max_seqlen_q, max_seqlen_k)
+    problem = Problem.of(inputs, options, max_seqlen_q or 0, max_seqlen_k or 0)
     checks.modifiers(problem, inputs)
-    if problem.has_dropout:
-        inputs = inputs._replace(dropout_seed=_seed(dropout_seed, q.device))
-    return problem, inputs, bool(return_lse)
+    if problem.has_dropout or dropout_seed is not None:
+        seed = _seed(dropout_seed, q.device)
+        inputs = inputs._replace(dropout_seed=seed if problem.has_dropout else None)
+    return problem, inputs, return_lse
 
 
 def _mask(causal: bool | str, window: Any, mask: Any) -> Mask:
     total: Mask = Full() if mask is None else as_mask(mask)
-    if causal not in (False, True, BOTTOM_RIGHT, TOP_LEFT):
-        fix = "True is bottom-right: the last query sees the last key"
-        fail(ArgumentError, "causal", repr(causal), "False, True, 'bottom_right' or 'top_left'", fix)
     for part in (_causal(causal), _window(window)):
         if part is not None:
             total = part if isinstance(total, Full) else total & part
     return total
 
 
-def _causal(causal: bool | str) -> Mask | None:
+def _causal(causal: Any) -> Mask | None:
     if causal is False:
         return None
-    return Causal() if causal is True else Causal(str(causal))
+    if causal is True:
+        return Causal(BOTTOM_RIGHT)
+    if not isinstance(causal, str) or causal not in (BOTTOM_RIGHT, TOP_LEFT):
+        fix = "True is bottom-right: the last query sees the last key"
+        fail(ArgumentError, "causal", _shown(causal), "False, True, 'bottom_right' or 'top_left'", fix)
+    return Causal(causal)
 
 
 def _window(window: Any) -> Mask | None:
@@ -95,7 +100,7 @@ def _window(window: Any) -> Mask | None:
         return window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         fix = "one-sided windows are (left, 0) or (left, None)"
-        fail(ArgumentError, "window", repr(window), "a pair (left, right), a Window, or None", fix)
+        fail(ArgumentError, "window", _shown(window), "a pair (left, right), a Window, or None", fix)
     return Window(*window)
 
 
@@ -111,28 +116,40 @@ def _score_mod(score_mod: Any, needs_grad: bool) -> ScoreMod | None:
     return score_mod
 
 
-def _positive(name: str, value: Any) -> float | None:
+def _shown(value: Any) -> str:
+    """A refused value, short: tensors by their type, for their values may live on a GPU."""
+    return type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)[:60]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: Any, dtype: torch.dtype) -> float | None:
+    """A scale or cap as a float that the compute dtype can hold: what it would round to 0 or infinity is refused."""
     if value is None:
         return None
-    if isinstance(value, (bool, torch.Tensor)) or not math.isfinite(value) or value <= 0:
-        got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-        fail(ArgumentError, name, got, "a finite Python number > 0, or None", "pass None for the default")
+    value = constant(value) if _is_number(value) else value
+    held = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    if not _is_number(value) or not held.tiny <= value <= held.max:
+        want = f"a Python number in [{held.tiny:.1e}, {held.max:.1e}], or None"
+        fail(ArgumentError, name, _shown(value), want, "pass None for the default, float(x) for numbers of NumPy")
     return float(value)
 
 
 def _dropout_keep(dropout_p: Any) -> int:
-    if isinstance(dropout_p, (bool, torch.Tensor)) or not 0.0 <= dropout_p < 1.0:
-        got = "a tensor" if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
-        fail(ArgumentError, "dropout_p", got, "a probability of dropping in [0, 1)", "pass 0.0 for no dropout")
-    return dropout.keep_threshold(dropout_p)
+    if not _is_number(dropout_p) or not 0.0 <= dropout_p < 1.0:
+        want = "a probability of dropping in [0, 1), a Python number"
+        fail(ArgumentError, "dropout_p", _shown(dropout_p), want, "pass 0.0 for no dropout")
+    return dropout.keep_threshold(constant(dropout_p))
 
 
 def _out_dtype(out_dtype: Any, dtype: torch.dtype) -> torch.dtype | None:
     if out_dtype is None or out_dtype == dtype:
         return None
-    if out_dtype != torch.float32 or dtype == torch.float64:
+    if out_dtype is not torch.float32 or dtype == torch.float64:
         fix = "float32 gives unrounded partial results for merge_states"
-        fail(DtypeError, "out_dtype", out_dtype, f"q's dtype {dtype}, or float32 for 16-bit inputs", fix)
+        fail(DtypeError, "out_dtype", repr(out_dtype), f"q's dtype {dtype}, or float32 for 16-bit inputs", fix)
     return torch.float32
 
 
@@ -141,10 +158,10 @@ def _seed(seed: Any, device: torch.device) -> torch.Tensor:
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
     if isinstance(seed, torch.Tensor):
-        if seed.numel() != 1 or seed.dtype != torch.int64:
-            got = f"{seed.dtype} {list(seed.shape)}"
-            fail(ArgumentError, "dropout_seed", got, "an int or a scalar int64 tensor", "torch.tensor(seed)")
-        return seed.reshape(())
+        return checks.seed(seed, device)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        fail(ArgumentError, "dropout_seed", repr(seed), "an int that fits int64, a tensor, or None", "pass an int")
+        want = "a Python int that fits int64, a scalar int64 tensor, or None"
+        fail(
+            ArgumentError, "dropout_seed", _shown(seed), want, "pass int(seed); seed a generator with torch.manual_seed"
+        )
     return torch.full((), seed, dtype=torch.int64, device=device)

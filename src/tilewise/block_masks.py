@@ -7,6 +7,7 @@ BigBird (Zaheer et al., 2020), section 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,9 +42,7 @@ class BlockMask(Mask):
                 "a torch.bool tensor [B|1, Hq|1, ceil(Sq/block_q), ceil(Sk/block_k)]",
                 "add leading dimensions of size 1",
             )
-        for name, size in (("block_q", self.block_q), ("block_k", self.block_k)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                errors.fail(errors.ArgumentError, f"BlockMask.{name}", repr(size), "an int >= 1", "pass the tile size")
+        _check_counts(1, block_q=self.block_q, block_k=self.block_k)
 
     def visible(self, at: Positions) -> torch.Tensor:
         return pick(self.tiles, Positions(at.b, at.h, at.q // self.block_q, at.k // self.block_k, at.off))
@@ -105,9 +104,11 @@ class BlockMask(Mask):
         """`longformer` plus `random_blocks` random tiles in each row of tiles, drawn per head from `seed`.
 
         >>> print(BlockMask.bigbird(1024, block=64, heads=2))
-        BlockMask(16 x 16 tiles of 64 x 64, 43.0% visible, 57.0% sparse)
+        BlockMask(16 x 16 tiles of 64 x 64, 41.4% visible, 58.6% sparse)
         """
         n = _count(seqlen, block)
+        _check_counts(0, random_blocks=random_blocks)
+        _check_counts(1, heads=heads)
         tiles = _band(n, window_blocks, global_blocks).expand(1, heads, n, n).clone()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.rand(1, heads, n, n, generator=generator).argsort(dim=-1)[..., : min(random_blocks, n)]
@@ -123,6 +124,9 @@ class BlockMask(Mask):
             block: tile size in rows and keys.
             **sizes: ``batch`` and ``heads`` (default 1) where the mask depends on them.
         """
+        if not isinstance(mask, Mask):
+            got = type(mask).__name__
+            errors.fail(errors.ArgumentError, "from_mask", got, "a mask", "wrap a function in Predicate(...)")
         batch, heads = sizes.pop("batch", 1), sizes.pop("heads", 1)
         if sizes:
             errors.fail(errors.ArgumentError, "from_mask", str(sorted(sizes)), "batch= and heads=", "drop the others")
@@ -139,11 +143,20 @@ class BlockMask(Mask):
         return cls(tiles, block, block)
 
 
+def _check_counts(least: int, **counts: Any) -> None:
+    for name, n in counts.items():
+        if isinstance(n, bool) or not isinstance(n, int) or n < least:
+            errors.fail(errors.ArgumentError, name, repr(n)[:60], f"an int >= {least}", "pass a Python int")
+
+
 def _count(seqlen: int, block: int) -> int:
+    _check_counts(0, seqlen=seqlen)
+    _check_counts(1, block=block)
     return -(-seqlen // block)
 
 
 def _band(n: int, window_blocks: int, global_blocks: int) -> torch.Tensor:
+    _check_counts(0, window_blocks=window_blocks, global_blocks=global_blocks)
     i = torch.arange(n)
     near = (i[:, None] - i[None]).abs() <= window_blocks
     return near | (i[:, None] < global_blocks) | (i[None] < global_blocks)

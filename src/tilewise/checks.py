@@ -3,26 +3,32 @@ except `metadata` where values must be read."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 
 from .block_masks import BlockMask
 from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, fail
-from .mask_algebra import Mask
-from .masks import Dense, Document, PrefixLM, parts
+from .mask_algebra import Mask, fits
+from .masks import Dense, Document, Predicate, PrefixLM, parts
 from .problem import Inputs, Problem
 
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
+# What may lie on any device: it is moved to where it is needed.
+_MOVABLE = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
 
-def tensors(inputs: Inputs) -> None:
-    """q, k, v: rank, dtype, device, strides, sizes that go together."""
-    packed = inputs.cu_seqlens_q is not None
+def tensors(inputs: Inputs, packed: bool) -> None:
+    """q, k, v: rank, dtype, strides, sizes that go together; of all inputs: that they are tensors, and where."""
     layout = "[total, heads, head_dim]" if packed else "[batch, seqlen, heads, head_dim]"
+    for name, x in zip(inputs._fields, inputs, strict=True):
+        required = name in ("q", "k", "v") or (packed and name in ("cu_seqlens_q", "cu_seqlens_k"))
+        if x is not None or required:
+            _plain(name, x)
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-        if not isinstance(x, torch.Tensor):
-            fail(DtypeError, name, type(x).__name__, f"a tensor {layout}", "pass torch tensors")
         if x.ndim != (3 if packed else 4):
             fix = "unsqueeze or reshape it; BHSD tensors need .transpose(1, 2)"
             fail(ShapeError, name, f"rank {x.ndim}, shape {list(x.shape)}", f"rank {3 if packed else 4}, {layout}", fix)
@@ -33,7 +39,17 @@ def tensors(inputs: Inputs) -> None:
             fix = "call .contiguous(); only the last dimension must be dense, other strides are free"
             fail(ShapeError, name, f"last-dimension stride {x.stride(-1)}", "stride 1 in the last dimension", fix)
     _together(inputs)
-    _sizes(inputs)
+    _sizes(inputs, packed)
+
+
+def _plain(name: str, x: Any) -> None:
+    """Raise unless `x` is a tensor with strides."""
+    if not isinstance(x, torch.Tensor):
+        fail(DtypeError, name, type(x).__name__, "a torch tensor", "convert it with torch.as_tensor(...)")
+    if x.is_nested or x.layout is not torch.strided:
+        got = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        fix = "call .to_dense(); sequences of different lengths go to attention_varlen, packed"
+        fail(ShapeError, name, got, "dense tensors with strides", fix)
 
 
 def _together(inputs: Inputs) -> None:
@@ -42,13 +58,34 @@ def _together(inputs: Inputs) -> None:
         got = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
         fail(DtypeError, "q, k, v", got, "one dtype for all three", "cast them to one dtype, e.g. k.to(q.dtype)")
     for name, x in zip(inputs._fields, inputs, strict=True):
-        # Lengths may live anywhere: they are moved where they are needed.
-        elsewhere = name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k") or (name == "dropout_seed" and x is not None)
-        if x is not None and not elsewhere and x.device != q.device:
-            fail(DeviceError, name, f"{x.device}, q on {q.device}", "all tensors on q's device", f"{name}.to(q.device)")
+        if x is not None:
+            _device(name, x, q.device, movable=name in _MOVABLE)
 
 
-def _sizes(inputs: Inputs) -> None:
+def _device(name: str, x: torch.Tensor, device: torch.device, movable: bool = False) -> None:
+    """Raise unless `x` is on q's device, or can be moved there."""
+    if x.device != device and not (movable and "meta" not in (x.device.type, device.type)):
+        fail(DeviceError, name, f"{x.device}, q on {device}", "all tensors on q's device", "move it: .to(q.device)")
+
+
+def flags(**values: Any) -> None:
+    """Raise unless all are True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            fail(ArgumentError, name, repr(value)[:60], "True or False", "pass a Python bool")
+
+
+def seed(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The dropout seed as a scalar tensor."""
+    _plain("dropout_seed", x)
+    _device("dropout_seed", x, device, movable=True)
+    if x.numel() != 1 or x.dtype != torch.int64:
+        got = f"{x.dtype} {list(x.shape)}"
+        fail(ArgumentError, "dropout_seed", got, "an int or a scalar int64 tensor", "torch.tensor(seed)")
+    return x.reshape(())
+
+
+def _sizes(inputs: Inputs, packed: bool) -> None:
     q, k, v = inputs[:3]
     for name, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
@@ -62,7 +99,7 @@ def _sizes(inputs: Inputs) -> None:
     if k.shape[:-1] != v.shape[:-1]:
         got = f"shape {list(v.shape)} beside k {list(k.shape)}"
         fail(ShapeError, "v", got, "k's shape in all but the last dimension", "give k and v the same keys and heads")
-    if inputs.cu_seqlens_q is None and q.shape[0] != k.shape[0]:
+    if not packed and q.shape[0] != k.shape[0]:
         fail(ShapeError, "k", f"batch {k.shape[0]}, q's is {q.shape[0]}", "one batch size", "expand k and v")
 
 
@@ -83,6 +120,8 @@ def modifiers(problem: Problem, inputs: Inputs) -> None:
             fail(ShapeError, name, f"shape {list(x.shape)}", f"{want} (one value per query head)", "reshape it")
     for mask in parts(problem.options.mask):
         _mask(problem, mask)
+    if problem.options.score_mod is not None:
+        _aux(problem, "ScoreMod.aux", problem.options.score_mod.aux)
 
 
 def _bias(problem: Problem, bias: torch.Tensor | None) -> None:
@@ -90,17 +129,13 @@ def _bias(problem: Problem, bias: torch.Tensor | None) -> None:
         return
     if problem.packed:
         fail(UnsupportedError, "bias", "a tensor with packed sequences", "dense calls", "pad, or use score_mod=")
-    if not bias.dtype.is_floating_point:
-        fail(DtypeError, "bias", bias.dtype, "a floating dtype; it is added to the scores", "boolean masks go to mask=")
+    if bias.dtype not in DTYPES:
+        want = "float16, bfloat16, float32 or float64; it is added to the scores"
+        fail(DtypeError, "bias", bias.dtype, want, "cast it; boolean masks go to mask=")
     grid = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    if not _broadcasts(tuple(bias.shape), grid):
+    if not fits(tuple(bias.shape), grid):
         want = f"a shape that broadcasts to [B, Hq, Sq, Sk] = {list(grid)}"
         fail(ShapeError, "bias", f"shape {list(bias.shape)}", want, "add dimensions of size 1")
-
-
-def _broadcasts(shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
-    tail = grid[len(grid) - len(shape) :]
-    return len(shape) <= len(grid) and all(n in (1, full) for n, full in zip(shape, tail, strict=True))
 
 
 def _mask(problem: Problem, mask: Mask) -> None:
@@ -110,47 +145,65 @@ def _mask(problem: Problem, mask: Mask) -> None:
         why = "causal, window, Document, PrefixLM and predicates there, by position inside the member"
         fail(UnsupportedError, "mask", got, why, "pad to a dense call, or express it as a predicate")
     if isinstance(mask, Dense):
-        _same_device(problem, "mask", mask.tensor)
-        if not _broadcasts(tuple(mask.tensor.shape), grid):
+        _on_device(problem, "mask", mask.tensor)
+        if not fits(tuple(mask.tensor.shape), grid):
             want = f"a shape that broadcasts to [B, Hq, Sq, Sk] = {list(grid)}"
             fail(ShapeError, "mask", f"shape {list(mask.tensor.shape)}", want, "add dimensions of size 1")
     elif isinstance(mask, BlockMask):
-        _same_device(problem, "BlockMask.tiles", mask.tiles)
-        full = (problem.batch, problem.heads_q, -(-problem.seqlen_q // mask.block_q), -(-problem.seqlen_k // mask.block_k))
-        if not _broadcasts(tuple(mask.tiles.shape), full) or tuple(mask.tiles.shape[2:]) != full[2:]:
+        _on_device(problem, "BlockMask.tiles", mask.tiles)
+        full = (
+            problem.batch,
+            problem.heads_q,
+            -(-problem.seqlen_q // mask.block_q),
+            -(-problem.seqlen_k // mask.block_k),
+        )
+        if not fits(tuple(mask.tiles.shape), full) or tuple(mask.tiles.shape[2:]) != full[2:]:
             want = f"[B|1, Hq|1, ceil(Sq/block_q), ceil(Sk/block_k)] = {list(full)}"
             fail(ShapeError, "BlockMask.tiles", f"shape {list(mask.tiles.shape)}", want, "rebuild it for these lengths")
     elif isinstance(mask, Document):
         _ids(problem, "Document.q_ids", mask.q_ids, problem.seqlen_q)
         _ids(problem, "Document.k_ids", mask.keys, problem.seqlen_k)
     elif isinstance(mask, PrefixLM) and isinstance(mask.prefix, torch.Tensor):
-        _same_device(problem, "PrefixLM.prefix", mask.prefix)
+        _on_device(problem, "PrefixLM.prefix", mask.prefix)
         if mask.prefix.shape != (problem.batch,):
-            fail(ShapeError, "PrefixLM.prefix", f"shape {list(mask.prefix.shape)}", f"[{problem.batch}]", "one per batch")
+            got, want = f"shape {list(mask.prefix.shape)}", f"[{problem.batch}]"
+            fail(ShapeError, "PrefixLM.prefix", got, want, "pass one length per batch entry")
+    elif isinstance(mask, Predicate):
+        _aux(problem, "Predicate.aux", mask.aux)
 
 
 def _ids(problem: Problem, name: str, ids: torch.Tensor, length: int) -> None:
-    _same_device(problem, name, ids)
+    _on_device(problem, name, ids)
     enough = ids.shape[-1] >= length if problem.packed else ids.shape[-1] == length
     if not enough or (ids.ndim == 2 and ids.shape[0] not in (1, problem.batch)):
         want = f"[{length}] or [{problem.batch}, {length}], one id per position"
         fail(ShapeError, name, f"shape {list(ids.shape)}", want, "pass q_ids and k_ids where the lengths differ")
 
 
-def _same_device(problem: Problem, name: str, x: torch.Tensor) -> None:
-    if x.device != problem.device:
-        fail(DeviceError, name, f"{x.device}, q on {problem.device}", "q's device", "move it with .to(q.device)")
+def _on_device(problem: Problem, name: str, x: torch.Tensor) -> None:
+    _plain(name, x)
+    _device(name, x, problem.device)
 
 
-def offsets(inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int) -> None:
+def _aux(problem: Problem, name: str, aux: tuple[Any, ...]) -> None:
+    for i, x in enumerate(aux):
+        if not isinstance(x, torch.Tensor):
+            continue
+        _on_device(problem, f"{name}[{i}]", x)
+        if x.requires_grad and torch.is_grad_enabled():
+            want = "tensors that need no gradient, for they would get none"
+            fix = "pass its .detach(); what is learned and added to the scores goes to bias= or alibi_slopes="
+            fail(UnsupportedError, f"{name}[{i}]", "a tensor that requires a gradient", want, fix)
+
+
+def offsets(inputs: Inputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     """cu_seqlens_*, seqused_k, max_seqlen_*: dtypes and shapes (values: `metadata`)."""
     cu_q, cu_k, used = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k), ("seqused_k", used)):
-        if x is None and name == "seqused_k":
+        if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.dtype not in _INTEGERS:
-            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            fail(DtypeError, name, got, "an int32 or int64 tensor", f"{name}.int()")
+        if x.dtype not in _INTEGERS:
+            fail(DtypeError, name, x.dtype, "an int32 or int64 tensor", f"{name}.int()")
         if x.ndim != 1 or (name != "seqused_k" and x.shape[0] < 1):
             want = "[batch + 1], starting at 0" if name != "seqused_k" else "[batch]"
             fail(ShapeError, name, f"shape {list(x.shape)}", want, "pass one offset more than members")
@@ -160,8 +213,9 @@ def offsets(inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int) -> None:
         got += "" if used is None else f", seqused_k {list(used.shape)}"
         fail(ShapeError, "cu_seqlens", got, "[batch + 1] twice, seqused_k [batch]", "describe the same members in all")
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(n, (bool, torch.Tensor)) or n < 0:
-            got = "a tensor" if isinstance(n, torch.Tensor) else repr(n)
+        whole = isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)
+        if not whole or not 0 <= n < 2**63:
+            got = type(n).__name__ if isinstance(n, torch.Tensor) else repr(n)
             fail(ArgumentError, name, got, "a Python int >= 0", "pass int(lengths.max()), computed once per batch")
 
 
@@ -189,11 +243,14 @@ def _offsets_of(name: str, cu: list[int], rows: int, longest: int) -> None:
     argument = f"cu_seqlens_{name}"
     if cu[0] != 0:
         fail(ArgumentError, argument, f"a first offset of {cu[0]}", "offsets that start at 0", "prepend 0")
-    for b, (start, stop) in enumerate(zip(cu, cu[1:], strict=False)):
-        if stop < start:
-            fail(ArgumentError, argument, f"{start} then {stop} at member {b}", "non-decreasing offsets", "cumsum lengths")
-        if stop - start > longest:
-            got = f"{longest}, but member {b} has {stop - start} rows"
-            fail(ArgumentError, f"max_seqlen_{name}", got, "at least the longest member", "pass the true maximum")
+    lengths = [stop - start for start, stop in pairwise(cu)]
+    for b, n in enumerate(lengths):
+        if n < 0:
+            got = f"{cu[b]} then {cu[b + 1]} at member {b}"
+            fail(ArgumentError, argument, got, "non-decreasing offsets", "pass the cumulative sum of the lengths")
     if cu[-1] > rows:
         fail(ArgumentError, argument, f"an end of {cu[-1]}", f"at most the {rows} rows of {name}", "check the lengths")
+    for b, n in enumerate(lengths):
+        if n > longest:
+            got = f"{longest}, but member {b} has {n} rows"
+            fail(ArgumentError, f"max_seqlen_{name}", got, "at least the longest member", "pass the true maximum")

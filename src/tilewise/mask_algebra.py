@@ -100,6 +100,12 @@ def _and_blocks(a: BlockMask | None, b: BlockMask | None) -> tuple[BlockMask | N
     return (a, b) if both is None else (both, None)
 
 
+def fits(shape: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape broadcasts to `grid`, without making it larger."""
+    tail = grid[len(grid) - len(shape) :]
+    return len(shape) <= len(grid) and all(n in (1, full) for n, full in zip(shape, tail, strict=True))
+
+
 def pick(grid: torch.Tensor, at: Positions) -> torch.Tensor:
     """``grid[b, h, q, k]`` for a grid [B|1, H|1, Q|1, K|1] that broadcasts."""
     index = [x if n > 1 else torch.zeros_like(x) for x, n in zip(at[:4], grid.shape, strict=True)]
@@ -130,6 +136,8 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return Or(self, other)
+
+    __rand__, __ror__ = __and__, __or__
 
     def __bool__(self) -> bool:
         errors.fail(

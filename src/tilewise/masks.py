@@ -11,7 +11,7 @@ import torch
 from . import errors
 from .block_masks import BlockMask
 from .interning import check_aux, check_function, constant, decode_aux, encode_aux, intern, lookup
-from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, And, Frame, Lowered, Mask, Or, Positions, pick
+from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, And, Frame, Lowered, Mask, Or, Positions, fits, pick
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +143,9 @@ class Document(Mask):
         _check_ids("Document.q_ids", self.q_ids)
         if self.k_ids is not None:
             _check_ids("Document.k_ids", self.k_ids)
+        if self.contiguous not in (None, True, False):
+            got = repr(self.contiguous)[:60]
+            errors.fail(errors.ArgumentError, "Document.contiguous", got, "True, False or None", "leave it out")
 
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str | None = None) -> Document:
@@ -151,6 +154,14 @@ class Document(Mask):
         >>> Document.from_lengths([2, 3]).q_ids.tolist()
         [0, 0, 1, 1, 1]
         """
+        if not all(type(n) is int and n >= 0 for n in lengths):
+            errors.fail(
+                errors.ArgumentError,
+                "Document.from_lengths",
+                repr(lengths)[:60],
+                "a list of ints >= 0",
+                "tensor.tolist()",
+            )
         ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
         return cls(ids.to(device) if device is not None else ids, contiguous=True)
 
@@ -177,8 +188,11 @@ class Document(Mask):
         lo = torch.where(seen, position.gather(1, first.clamp(max=keys.shape[1] - 1)), 0)
         hi = torch.where(seen, position.gather(1, (last - 1).clamp(min=0)) + 1, 0)
         contiguous = self.contiguous
-        if contiguous is None:
-            contiguous = rows.device.type == "cpu" and bool(((hi - lo) == (last - first)).all())
+        if rows.device.type == "cpu" and contiguous is not False:
+            contiguous = bool(((hi - lo) == (last - first)).all())
+            if self.contiguous and not contiguous:
+                got = "True for documents that are not one run of keys each"
+                errors.fail(errors.ArgumentError, "Document.contiguous", got, "a promise that holds", "leave it out")
         return Lowered(row_lo=lo.int(), row_hi=hi.int(), residual=None if contiguous else self)
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
@@ -216,14 +230,14 @@ class PrefixLM(Mask):
             )
 
     def visible(self, at: Positions) -> torch.Tensor:
-        prefix = self.prefix[at.b] if isinstance(self.prefix, torch.Tensor) else self.prefix
+        prefix = self.prefix[at.b] if isinstance(self.prefix, torch.Tensor) else min(self.prefix, 2**62)
         return (at.k < prefix) | (at.k <= at.q + at.off)
 
     def lower(self, frame: Frame) -> Lowered:
         if isinstance(self.prefix, torch.Tensor):
             prefix = self.prefix[frame.b0 : frame.b1, None]
         else:
-            prefix = torch.full((1, 1), self.prefix, device=frame.device)
+            prefix = torch.full((1, 1), min(self.prefix, frame.seqlen_k), device=frame.device)
         off = frame.off[:, None] if isinstance(frame.off, torch.Tensor) else frame.off
         rows = torch.arange(frame.seqlen_q, device=frame.device)[None]
         hi = torch.maximum(prefix.clamp(max=frame.seqlen_k), (rows + off + 1).clamp(max=frame.seqlen_k))
@@ -257,12 +271,13 @@ class Predicate(Mask):
 
     def visible(self, at: Positions) -> torch.Tensor:
         seen = self.fn(at.b, at.h, at.q, at.k, *self.aux)
-        if not isinstance(seen, torch.Tensor):
-            return torch.full((), bool(seen), device=at.k.device)
-        if seen.dtype != torch.bool:
-            errors.fail(
-                errors.DtypeError, "Predicate.fn", f"a result of {seen.dtype}", "a boolean result", "compare in fn"
-            )
+        if isinstance(seen, bool):
+            return torch.full((), seen, device=at.k.device)
+        grid = torch.broadcast_shapes(*(x.shape for x in at[:4]))
+        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool or not fits(seen.shape, grid):
+            got = f"{seen.dtype} {list(seen.shape)}" if isinstance(seen, torch.Tensor) else repr(seen)[:60]
+            want = f"a boolean result, of a shape that broadcasts to the positions', here {list(grid)}"
+            errors.fail(errors.DtypeError, "Predicate.fn", f"a result of {got}", want, "compare elementwise in fn")
         return seen
 
     def encode(self, tensors: list[torch.Tensor]) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from .errors import DtypeError, fail
 from .interning import check_aux, check_function, decode_aux, encode_aux, intern, lookup
+from .mask_algebra import Positions, fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +43,23 @@ class ScoreMod:
         check_function("ScoreMod.fn", self.fn, 5 + len(self.aux))
         if self.dfn is not None:
             check_function("ScoreMod.dfn", self.dfn, 6 + len(self.aux))
+
+    def forward(self, s: torch.Tensor, at: Positions) -> torch.Tensor:
+        """``fn`` on a tile of scores."""
+        return self._checked("fn", self.fn(s, at.b, at.h, at.q, at.k, *self.aux), s)
+
+    def backward(self, ds: torch.Tensor, s: torch.Tensor, at: Positions) -> torch.Tensor:
+        """``dfn`` on a tile of gradients; `s` is what `forward` was given."""
+        assert self.dfn is not None
+        return self._checked("dfn", self.dfn(ds, s, at.b, at.h, at.q, at.k, *self.aux), s)
+
+    def _checked(self, name: str, result: Any, s: torch.Tensor) -> torch.Tensor:
+        good = isinstance(result, torch.Tensor) and result.dtype.is_floating_point and fits(result.shape, s.shape)
+        if not good:
+            got = f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)[:60]
+            want = f"floating scores that broadcast to the tile, here {list(s.shape)}"
+            fail(DtypeError, f"ScoreMod.{name}", f"a result of {got}", want, "compute elementwise from s or ds")
+        return result.to(s.dtype).expand(s.shape)
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
         """The static part as a Python literal; tensors of `aux` are appended to `tensors` and named by position."""

@@ -134,6 +134,7 @@ def merge_states(
         >>> torch.allclose(o, tilewise.attention(q, k, v), atol=1e-5)
         True
     """
+    _check_states(o_a=o_a, o_b=o_b, lse_a=lse_a, lse_b=lse_b)
     expected = lse_shape(o_a)
     for name, got, want in (
         ("o_b", o_b.shape, o_a.shape),
@@ -148,10 +149,28 @@ def merge_states(
                 f"{list(want)} beside o_a {list(o_a.shape)}",
                 "pass o and lse as attention(..., return_lse=True) returns them",
             )
-    if o_a.dtype != o_b.dtype:
-        errors.fail(errors.DtypeError, "o_b", o_b.dtype, f"o_a's dtype {o_a.dtype}", "cast one of them")
     o, lse = merge(o_a.transpose(-2, -3), lse_a, o_b.transpose(-2, -3), lse_b)
     return o.transpose(-2, -3).contiguous(), lse
+
+
+def _check_states(**states: torch.Tensor) -> None:
+    """Raise unless all are floating tensors on one device, outputs of one dtype, LSEs of one and in full precision."""
+    for name, x in states.items():
+        if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
+            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+            errors.fail(errors.DtypeError, name, got, "a floating tensor", "pass what attention(...) returned")
+        like = states[name[:-1] + "a"]
+        if x.dtype != like.dtype:
+            errors.fail(errors.DtypeError, name, x.dtype, f"{name[:-1]}a's dtype {like.dtype}", "cast one of them")
+        if x.device != states["o_a"].device:
+            errors.fail(
+                errors.DeviceError, name, x.device, f"o_a's device {states['o_a'].device}", "move it with .to()"
+            )
+        if name == "lse_a" and x.dtype.itemsize < 4:
+            errors.fail(errors.DtypeError, name, x.dtype, "float32 or float64", "keep the LSE as attention returned it")
+    if states["o_a"].ndim not in (3, 4):
+        got = f"rank {states['o_a'].ndim}"
+        errors.fail(errors.ShapeError, "o_a", got, "rank 4 [B, S, H, D], or packed 3 [T, H, D]", "reshape it")
 
 
 def lse_shape(o: torch.Tensor) -> tuple[int, ...]:

@@ -33,8 +33,7 @@ def scores(group: Group, span: Span, q: torch.Tensor) -> tuple[torch.Tensor, Sav
         s = tanh * options.softcap
     if options.score_mod is not None:
         modded = s
-        at = group.positions(span)
-        s = options.score_mod.fn(s, at.b, at.h, at.q, at.k, *options.score_mod.aux).to(s.dtype).expand(s.shape)
+        s = options.score_mod.forward(s, group.positions(span))
         s = s.clone() if s is modded or not s.is_contiguous() else s
     if inputs.alibi_slopes is not None:
         slopes = alibi_slopes(group, inputs.alibi_slopes).to(s.dtype)
@@ -48,9 +47,8 @@ def scores_backward(group: Group, span: Span, ds: torch.Tensor, saved: Saved) ->
     """The gradient of the scaled product, given `ds` of the scores; overwrites `ds`."""
     options = group.problem.options
     if options.score_mod is not None:
-        assert options.score_mod.dfn is not None and saved.modded is not None
-        at = group.positions(span)
-        ds = options.score_mod.dfn(ds, saved.modded, at.b, at.h, at.q, at.k, *options.score_mod.aux).to(ds.dtype)
+        assert saved.modded is not None
+        ds = options.score_mod.backward(ds, saved.modded, group.positions(span))
     if saved.tanh is not None:
         ds = ds * (1.0 - saved.tanh.square())
     return ds
