@@ -93,5 +93,5 @@ def keep_mask(
     grid = [word.unflatten(-1, (stop - start, 4)).to(torch.int32) for word in words]
     bits = torch.stack(grid, dim=-2).bitwise_xor_(_SIGNS).flatten(-3).view(torch.int16)
     # The flipped sign bits make signed order out of unsigned order.
-    mask = bits < keep - (1 << 15)
+    mask = bits <= keep - 1 - (1 << 15)
     return mask[..., first - start * COLUMNS_PER_CALL : last - start * COLUMNS_PER_CALL]
