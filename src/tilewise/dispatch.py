@@ -10,7 +10,7 @@ from . import errors
 from .problem import Problem
 
 # Best first; imported only when a problem may be theirs.
-_MODULES = {"cpu": "tilewise.cpu"}
+_MODULES = {"cpu": "tilewise.cpu", "triton": "tilewise._triton"}
 BACKENDS = tuple(_MODULES)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -14,7 +16,7 @@ def masked_product(p: torch.Tensor, x: torch.Tensor, visible: torch.Tensor | Non
         visible: bool that broadcasts to p's shape; None: all visible.
     """
     # A finite sum proves that all are finite; an overflowing one only costs the slower, equally exact way.
-    if visible is None or bool(torch.isfinite(x.sum())):
+    if visible is None or math.isfinite(x.sum().item()):
         return p @ x
     finite = torch.isfinite(x)
     out = p @ x.masked_fill(~finite, 0.0)

@@ -7,6 +7,8 @@ on tiles.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..masks import Causal, Dense, Full
@@ -15,7 +17,7 @@ from ..problem import Inputs, Problem
 
 def _finite(x: torch.Tensor) -> bool:
     """True proves that all elements are finite (False may also be a sum that overflows)."""
-    return bool(torch.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)))
+    return math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
 
 
 def _plain(problem: Problem) -> bool:
