@@ -47,7 +47,8 @@ def backward(
         if name in needs and x is not None
     }
     seed = int(inputs.dropout_seed) if inputs.dropout_seed is not None else 0
-    do = torch.zeros_like(out) if do is None else do
+    # In one layout, whatever autograd sends: products of other strides round differently.
+    do = torch.zeros_like(out) if do is None else do.contiguous()
     for group in groups(problem, inputs):
         all_do, all_out = (rows_of(x, problem, group.where) for x in (do, out))
         delta = group.by_q_head((all_do * all_out).sum(-1).flatten(2, 3))

@@ -48,6 +48,18 @@ def _additive_mask(problem: Problem, inputs: Inputs) -> torch.Tensor | None:
     return additive.expand(*additive.shape[:2], problem.seqlen_q, problem.seqlen_k)
 
 
+def _readable(problem: Problem, inputs: Inputs) -> Inputs:
+    """`inputs` with zeros for the keys that a boolean mask hides from everyone: they may hold anything."""
+    mask = problem.options.mask
+    if not isinstance(mask, Dense):
+        return inputs
+    hidden = ~mask.grid().any(dim=2).any(dim=1)  # [B|1, Sk|1]
+    if not bool(hidden.any()):
+        return inputs
+    k, v = (x.masked_fill(hidden[..., None, None], 0.0) for x in (inputs.k, inputs.v))
+    return inputs._replace(k=k, v=v)
+
+
 def serves_forward(problem: Problem, inputs: Inputs) -> bool:
     """Whether the fused forward gives what the contract says."""
     mask, bias = problem.options.mask, inputs.bias
@@ -61,6 +73,7 @@ def serves_forward(problem: Problem, inputs: Inputs) -> bool:
     if isinstance(mask, Dense) and not bool(mask.grid().any(dim=-1).all()):
         return False
     # Beside a masked key, 0 * NaN would reach the rows that do not see it.
+    inputs = _readable(problem, inputs)
     return _finite(inputs.k) and _finite(inputs.v)
 
 
@@ -75,6 +88,7 @@ def _bhsd(x: torch.Tensor) -> torch.Tensor:
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, Sq, Hq, D] and LSE [B, Hq, Sq]."""
+    inputs = _readable(problem, inputs)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _bhsd(inputs.q),
         _bhsd(inputs.k),
@@ -96,6 +110,7 @@ def backward(
     needs: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
     """Gradients of q, k, v as far as `needs` names them."""
+    inputs = _readable(problem, inputs)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _bhsd(do),
         _bhsd(inputs.q),
