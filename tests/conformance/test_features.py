@@ -1,0 +1,46 @@
+"""Every feature, forward and backward, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from targets import Target
+
+from .calls import Draw, Shape, dense
+from .features import FEATURES
+from .verify import verify
+
+RAGGED = Shape(2, 37, 53, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24)
+TALL = Shape(1, 67, 33, heads_q=3, heads_kv=3, head_dim=40, head_dim_v=40)
+# Beyond one tile of every backend, in both directions, and a multiple of none.
+LARGE = Shape(1, 301, 603, heads_q=2, heads_kv=1, head_dim=64, head_dim_v=64)
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(target: Target, feature: str, dtype: str) -> None:
+    draw = Draw(target.device)
+    options = FEATURES[feature](RAGGED, DTYPES[dtype], draw)
+    verify(target, dense(RAGGED, DTYPES[dtype], draw, **options))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_more_queries_than_keys(target: Target, feature: str) -> None:
+    draw = Draw(target.device)
+    verify(target, dense(TALL, torch.float32, draw, **FEATURES[feature](TALL, torch.float32, draw)))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("feature", FEATURES)
+def test_many_tiles(target: Target, feature: str) -> None:
+    draw = Draw(target.device)
+    verify(target, dense(LARGE, torch.float32, draw, **FEATURES[feature](LARGE, torch.float32, draw)))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_unrounded_output(target: Target, dtype: str) -> None:
+    draw = Draw(target.device)
+    verify(target, dense(RAGGED, DTYPES[dtype], draw, causal=True, out_dtype=torch.float32))

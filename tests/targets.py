@@ -1,0 +1,48 @@
+"""A backend on a device, as the tests run it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+# What a backend may decline, by a piece of its stated reason. Anything else that it declines is a failure.
+MAY_REFUSE: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    "triton": ("torch.float64 inputs",),
+    "hopper": ("torch.float64 inputs", "torch.float32 inputs"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The backend `name` with tensors on `device`; `interpreted`: it runs Triton's programs in Python, slowly."""
+
+    name: str
+    device: str
+    interpreted: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def may_refuse(self, reason: str) -> bool:
+        """Whether the backend is known to decline for this reason."""
+        return any(piece in reason for piece in MAY_REFUSE[self.name])
+
+
+def target(name: str) -> Target:
+    """The target for a backend on this machine.
+
+    Raises:
+        ValueError: the backend cannot run here, with how to change that.
+    """
+    if name == "cpu":
+        return Target(name, "cpu")
+    if torch.cuda.is_available():
+        return Target(name, "cuda")
+    if name != "triton":
+        raise ValueError(f"--backend {name} needs a GPU")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("--backend triton without a GPU runs in Triton's interpreter: set TRITON_INTERPRET=1")
+    return Target(name, "cpu", interpreted=True)
