@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def runs(item: pytest.Item) -> bool:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             return False
-        here = getattr(item, "callspec", None) and item.callspec.params.get("target")  # type: ignore[attr-defined]
+        parameters = getattr(item, "callspec", None)
+        here = parameters.params.get("target") if parameters else None
         return not (here and here.interpreted and item.get_closest_marker("large"))
 
     deselected = [item for item in items if not runs(item)]

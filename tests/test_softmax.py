@@ -133,10 +133,8 @@ def test_shards_of_the_keys_merge_to_the_call(dtype: torch.dtype) -> None:
         total: Pair | None = None
         for first, last in ((0, 5), (5, 6), (6, 17)):
             mask = tilewise.Predicate(later, (first,))
-            extra = {"out_dtype": torch.float32} if dtype != torch.float32 else {}
-            part = tilewise.attention(
-                x[0], x[1][:, first:last], x[2][:, first:last], mask=mask, return_lse=True, **extra
-            )
+            keys, values = x[1][:, first:last], x[2][:, first:last]
+            part = tilewise.attention(x[0], keys, values, mask=mask, out_dtype=torch.float32, return_lse=True)
             total = part if total is None else tilewise.merge_states(*total, *part)
         assert total is not None
         return total
@@ -152,8 +150,8 @@ def test_shards_of_the_keys_merge_to_the_call(dtype: torch.dtype) -> None:
         return [x.detach() for x in (*pair, *grads)]
 
     scale = float(v.detach().abs().max())
-    for name, *values in zip(("out", "lse", "dq", "dk", "dv"), *map(everything, (got, ref, rounded)), strict=True):
-        assert_close(name, *values, scale=scale, dtype=torch.float32 if name == "lse" else dtype)
+    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), *map(everything, (got, ref, rounded)), strict=True):
+        assert_close(name, x, y, z, scale, torch.float32 if name == "lse" else dtype)
 
 
 def later(b: Any, h: Any, q: Any, k: Any, first: Any) -> Any:

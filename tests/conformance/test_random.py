@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from targets import Target
-from tilewise.masks import Mask, as_mask
+from tilewise.mask_algebra import Mask
+from tilewise.masks import as_mask
 
 from .calls import Call, Draw, Shape, cotangents, dense, packed
 from .features import MASKS, MODIFIERS
