@@ -20,17 +20,17 @@ from .device import LOG2E
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"])
-def delta_kernel(out, do, lse, dlse, lse2, delta, lengths, shape, seqlen_q, seqlen_k, stat_rows):
+def delta_kernel(out, do, lse, dlse, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows):
     """``delta``, and the lse in base 2, +inf for rows that see nothing: their probabilities become 0 without a test."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
     pid = tl.program_id(0)
     b = pid // tiles_m // shape.HEADS
     h = (pid // tiles_m) % shape.HEADS
-    seq = device.locate(lengths, b, h, seqlen_q, seqlen_k, shape)
+    seq = device.locate(variant, b, h, seqlen_q, seqlen_k, shape)
     m0 = (pid % tiles_m) * shape.BLOCK_M
     offs_m = tl.arange(0, shape.BLOCK_M)
     rows_left = seq.len_q - m0
-    stat = device.stat_offset(seq, stat_rows, lengths, shape) + m0 + offs_m
+    stat = device.stat_offset(seq, stat_rows, variant, shape) + m0 + offs_m
     inside = offs_m < rows_left
     delta_tile = tl.zeros([shape.BLOCK_M], tl.float32)
     if do is not None:
@@ -48,27 +48,27 @@ def delta_kernel(out, do, lse, dlse, lse2, delta, lengths, shape, seqlen_q, seql
 
 @triton.jit
 def score_tile_gradient(
-    qk, dp, lse2, delta, rows, keys, m0, n0, task, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr
+    qk, dp, lse2, delta, rows, keys, m0, n0, seq, variant, extra, shape, left, right, MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """From the products q·k and do·v: the dropped-out probabilities, ``ds`` of the whole score, and its chain.
 
     `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED.
     """
-    seq, scoring, dropout = task.seq, task.variant.scoring, task.variant.dropout
-    if scoring.fold:
-        chain = device.Chain(qk * (scoring.scale * LOG2E), qk, qk)
+    if variant.fold:
+        chain = device.Chain(qk * (variant.scale * LOG2E), qk, qk)
     else:
-        chain = device.scores(qk, scoring, seq, rows, keys)
+        chain = device.scores(qk, variant, extra, seq, rows, keys)
     s = chain.s
     if MASKED:
-        s = tl.where(device.visible(task, rows, keys), s, float("-inf"))
+        s = tl.where(device.visible(variant, extra, seq, rows, keys, left, right), s, float("-inf"))
     p = tl.exp2(s - lse2)
     dropped = p
-    if dropout is not None:
-        keep = device.keep_tile(dropout, seq, m0, n0, task.shape)
+    if variant.seed is not None:
+        keep = device.keep_tile(variant, seq, m0, n0, shape)
         if TRANSPOSED:
             keep = tl.trans(keep)
-        rescale = 65536.0 / dropout.keep
+        rescale = 65536.0 / variant.keep
         dropped = tl.where(keep, p * rescale, 0.0)
         dp = tl.where(keep, dp * rescale, 0.0)
     ds = p * (dp - delta)
@@ -79,54 +79,55 @@ def score_tile_gradient(
 
 
 @triton.jit
-def product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED: tl.constexpr):
+def product_gradient(ds, p, chain, variant, extra, seq, rows, keys, MASKED: tl.constexpr):
     """The gradient of ``scale q·k`` from that of the score."""
-    if not scoring.fold:
-        ds = device.scores_gradient(ds, chain, scoring, seq, rows, keys)
+    if not variant.fold:
+        ds = device.scores_gradient(ds, chain, variant, extra, seq, rows, keys)
         if MASKED:
             ds = tl.where(p == 0.0, 0.0, ds)
     return ds
 
 
 @triton.jit
-def _gather_dq(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
+def _gather_dq(
+    state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
+):  # fmt: skip
     """The loop body of dq (see `device.walk`); `state` is dq and, per row, the gradient of the slope."""
     dq, dslope = state
-    q_tile, do_tile, lse2, delta, m0, streams = tiles
-    seq, shape, scoring = task.seq, task.shape, task.variant.scoring
+    q_tile, do_tile, lse2, delta, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.start_of(i, listed, task, shape.BLOCK_N)
+        n0 = device.key_tile(i, listed, variant) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
-        first, last = task.span.first - n0, task.span.last - n0
-        k_ptr = streams.a + n0.to(tl.int64) * streams.a_stride
-        v_ptr = streams.b + n0.to(tl.int64) * streams.b_stride
-        k_tile = device.load_rows(k_ptr, streams.a_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
-        v_tile = device.load_rows(v_ptr, streams.b_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        first, last = span.first - n0, span.last - n0
+        k_ptr = k_base + n0.to(tl.int64) * a.seq
+        v_ptr = v_base + n0.to(tl.int64) * b.seq
+        k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         p, ds, chain = score_tile_gradient(
-            qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, task, MASKED, False
+            qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right, MASKED, False
         )  # fmt: skip
-        if scoring.slopes is not None:
+        if variant.slopes is not None:
             dslope -= tl.sum(ds * device.distance(seq, rows, keys), 1)
-        ds = product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED)
-        if MASKED and task.variant.visibility.irregular:
+        ds = product_gradient(ds, p, chain, variant, extra, seq, rows, keys, MASKED)
+        if MASKED and variant.irregular:
             k_tile = device.zero_unseen(k_tile, p != 0.0, 0)
         dq = device.dot_add(ds.to(k_tile.dtype), k_tile, dq)  # [M, D]
     return dq, dslope
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
-def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
     """Programs: (batch, head, tile of rows), as in the forward pass; `dslopes` is fp32 [B, Hq, tiles of rows]."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
     pid = tl.program_id(0)
     tile_m = tiles_m - 1 - pid % tiles_m
     h = (pid // tiles_m) % shape.HEADS
     b = pid // tiles_m // shape.HEADS
-    seq = device.locate(variant.lengths, b, h, seqlen_q, seqlen_k, shape)
+    seq = device.locate(variant, b, h, seqlen_q, seqlen_k, shape)
     m0 = tile_m * shape.BLOCK_M
     if m0 >= seq.len_q:
         return
@@ -136,85 +137,101 @@ def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, shape, seqlen_q, s
     do_ptr = device.row_ptr(do, b, seq.q_start + m0, h)
     q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
     do_tile = device.load_rows(do_ptr, do.seq, offs_m, 0, rows_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
-    stat = device.stat_offset(seq, stat_rows, variant.lengths, shape) + m0 + offs_m
+    stat = device.stat_offset(seq, stat_rows, variant, shape) + m0 + offs_m
     lse2_rows = tl.load(lse2 + stat, mask=offs_m < rows_left, other=float("inf"))
     delta_rows = tl.load(delta + stat, mask=offs_m < rows_left, other=0.0)
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
-    tiles = q_tile, do_tile, lse2_rows, delta_rows, m0, device.Streams(k_ptr, v_ptr, k.seq, v.seq)
+    tiles = q_tile, do_tile, lse2_rows, delta_rows, m0, k_ptr, v_ptr
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
-    task = device.Task(seq, device.keys_of(seq, m0, left, right, shape), variant, shape, left, right)
-    dq_tile, dslope = device.walk(_gather_dq, state, tiles, task, tile_m, left)
+    span = device.keys_of(seq, m0, left, right, shape)
+    dq_tile, dslope = device.walk(
+        _gather_dq, state, tiles, k, v, seq, span, variant, extra, shape, left, right, h, tile_m, left
+    )  # fmt: skip
     dq_ptr = device.row_ptr(dq, b, seq.q_start + m0, h)
-    device.store_rows(dq_ptr, dq.seq, offs_m, rows_left, dq_tile * variant.scoring.scale, shape.HEAD_DIM, shape.BLOCK_D)
+    device.store_rows(dq_ptr, dq.seq, offs_m, rows_left, dq_tile * variant.scale, shape.HEAD_DIM, shape.BLOCK_D)
     if dslopes is not None:
         tl.store(dslopes + (b.to(tl.int64) * shape.HEADS + h) * tiles_m + tile_m, tl.sum(dslope, 0))
 
 
 @triton.jit
-def _gather_dkv(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
-    """The loop body of dk and dv for one query head (see `device.walk`); all score tiles are [N, M] here."""
+def _gather_dkv(
+    state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
+):  # fmt: skip
+    """The loop body of dk and dv over the rows of all heads (see `device.walk`); score tiles are [N, M] here."""
     dk, dv = state
-    k_tile, v_tile, lse2, delta, n0, streams = tiles
-    seq, shape, scoring = task.seq, task.shape, task.variant.scoring
+    k_tile, v_tile, lse2, delta, n0, stat_rows, q_base, do_base = tiles
     keys = (n0 + tl.arange(0, shape.BLOCK_N))[:, None]
     offs_m = tl.arange(0, shape.BLOCK_M)
-    for i in tl.range(lo, hi):
-        m0 = device.start_of(i, listed, task, shape.BLOCK_M)
+    end = hi
+    if variant.plan is None:
+        end = lo + (hi - lo) * shape.GROUP
+    # One before the first tile of the first head.
+    head, tile = n0 * 0 - 1, hi + n0 * 0
+    if shape.GROUP == 1:
+        head = n0 * 0
+    for i in tl.range(lo, end):
+        head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
+        m0 = tile * shape.BLOCK_M
+        own = device.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         rows = (m0 + offs_m)[None, :]
-        first, last = task.span.first - m0, task.span.last - m0
-        q_ptr = streams.a + m0.to(tl.int64) * streams.a_stride
-        do_ptr = streams.b + m0.to(tl.int64) * streams.b_stride
-        q_tile = device.load_rows(q_ptr, streams.a_stride, offs_m, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
-        do_tile = device.load_rows(do_ptr, streams.b_stride, offs_m, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        first, last = span.first - m0, span.last - m0
+        q_ptr = q_base + m0.to(tl.int64) * a.seq + head.to(tl.int64) * a.head
+        do_ptr = do_base + m0.to(tl.int64) * b.seq + head.to(tl.int64) * b.head
+        q_tile = device.load_rows(
+            q_ptr, a.seq, offs_m, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED
+        )  # fmt: skip
+        do_tile = device.load_rows(
+            do_ptr, b.seq, offs_m, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED
+        )  # fmt: skip
+        stat = head.to(tl.int64) * stat_rows + m0 + offs_m
         if MASKED:
             inside = m0 + offs_m < seq.len_q
-            lse2_rows = tl.load(lse2 + m0 + offs_m, mask=inside, other=float("inf"))
-            delta_rows = tl.load(delta + m0 + offs_m, mask=inside, other=0.0)
+            lse2_rows = tl.load(lse2 + stat, mask=inside, other=float("inf"))
+            delta_rows = tl.load(delta + stat, mask=inside, other=0.0)
         else:
-            lse2_rows = tl.load(lse2 + m0 + offs_m)
-            delta_rows = tl.load(delta + m0 + offs_m)
+            lse2_rows = tl.load(lse2 + stat)
+            delta_rows = tl.load(delta + stat)
         qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
         dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
         p, ds, chain = score_tile_gradient(
-            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, task, MASKED, True
+            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left, right, MASKED, True
         )  # fmt: skip
         dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]
-        ds = product_gradient(ds, p, chain, scoring, seq, rows, keys, MASKED)
+        ds = product_gradient(ds, p, chain, variant, extra, own, rows, keys, MASKED)
         dk = device.dot_add(ds.to(q_tile.dtype), q_tile, dk)  # [N, D]
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
-def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
     """Programs: (batch, key/value head, tile of keys), which sum over the query heads of their group."""
     tiles_n = tl.cdiv(seqlen_k, shape.BLOCK_N)
     pid = tl.program_id(0)
     tile_n = pid % tiles_n
     head_kv = (pid // tiles_n) % (shape.HEADS // shape.GROUP)
     b = pid // tiles_n // (shape.HEADS // shape.GROUP)
-    at = device.locate(variant.lengths, b, head_kv * shape.GROUP, seqlen_q, seqlen_k, shape)
+    h = head_kv * shape.GROUP
+    seq = device.locate(variant, b, h, seqlen_q, seqlen_k, shape)
     n0 = tile_n * shape.BLOCK_N
-    if n0 >= at.len_k:
+    if n0 >= seq.len_k:
         return
     offs_n = tl.arange(0, shape.BLOCK_N)
-    keys_left = at.len_k - n0
-    k_ptr = device.row_ptr(k, b, at.k_start + n0, head_kv)
-    v_ptr = device.row_ptr(v, b, at.k_start + n0, head_kv)
+    keys_left = seq.len_k - n0
+    k_ptr = device.row_ptr(k, b, seq.k_start + n0, head_kv)
+    v_ptr = device.row_ptr(v, b, seq.k_start + n0, head_kv)
     k_tile = device.load_rows(k_ptr, k.seq, offs_n, 0, keys_left, shape.HEAD_DIM, shape.BLOCK_D, True)
     v_tile = device.load_rows(v_ptr, v.seq, offs_n, 0, keys_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+    q_ptr, do_ptr = device.row_ptr(q, b, seq.q_start, h), device.row_ptr(do, b, seq.q_start, h)
+    stat = device.stat_offset(seq, stat_rows, variant, shape)
+    tiles = k_tile, v_tile, lse2 + stat, delta + stat, n0, stat_rows, q_ptr, do_ptr
     dk_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32)
     dv_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
-    span = device.rows_of(at, n0, left, right, shape)
-    for g in tl.range(0, shape.GROUP):
-        h = head_kv * shape.GROUP + g
-        seq = device.Sequence(b, h, at.q_start, at.k_start, at.len_q, at.len_k, at.off)
-        streams = device.Streams(device.row_ptr(q, b, at.q_start, h), device.row_ptr(do, b, at.q_start, h), q.seq, do.seq)
-        stat = device.stat_offset(seq, stat_rows, variant.lengths, shape)
-        tiles = k_tile, v_tile, lse2 + stat, delta + stat, n0, streams
-        task = device.Task(seq, span, variant, shape, left, right)
-        dk_tile, dv_tile = device.walk(_gather_dkv, (dk_tile, dv_tile), tiles, task, tile_n, right)
-    dk_ptr = device.row_ptr(dk, b, at.k_start + n0, head_kv)
-    dv_ptr = device.row_ptr(dv, b, at.k_start + n0, head_kv)
-    device.store_rows(dk_ptr, dk.seq, offs_n, keys_left, dk_tile * variant.scoring.scale, shape.HEAD_DIM, shape.BLOCK_D)
+    span = device.rows_of(seq, n0, left, right, shape)
+    dk_tile, dv_tile = device.walk(
+        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n, right
+    )  # fmt: skip
+    dk_ptr = device.row_ptr(dk, b, seq.k_start + n0, head_kv)
+    dv_ptr = device.row_ptr(dv, b, seq.k_start + n0, head_kv)
+    device.store_rows(dk_ptr, dk.seq, offs_n, keys_left, dk_tile * variant.scale, shape.HEAD_DIM, shape.BLOCK_D)
     device.store_rows(dv_ptr, dv.seq, offs_n, keys_left, dv_tile, shape.HEAD_DIM_V, shape.BLOCK_DV)

@@ -18,14 +18,13 @@ from .backward import score_tile_gradient
 
 
 @triton.jit
-def _score_tile(acc, operands, lse2, delta, m0, n0, b, h, call, sizes):
+def _score_tile(acc, operands, stats, m0, n0, b, h, variant, extra, shape, sizes, left, right):
     """Add ``ds`` of one score tile, if the band shows any of it."""
     q, k, v, do = operands
-    variant, shape, left, right = call
+    lse2, delta = stats
     seqlen_q, seqlen_k, stat_rows = sizes
-    seq = device.locate(variant.lengths, b, h, seqlen_q, seqlen_k, shape)
+    seq = device.locate(variant, b, h, seqlen_q, seqlen_k, shape)
     span = device.keys_of(seq, m0, left, right, shape)
-    task = device.Task(seq, span, variant, shape, left, right)
     offs_m = tl.arange(0, shape.BLOCK_M)
     offs_n = tl.arange(0, shape.BLOCK_N)
     if (n0 + shape.BLOCK_N > span.first) & (n0 < span.last):
@@ -38,14 +37,15 @@ def _score_tile(acc, operands, lse2, delta, m0, n0, b, h, call, sizes):
         do_tile = device.load_rows(do_ptr, do.seq, offs_m, 0, rows_left, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
         k_tile = device.load_rows(k_ptr, k.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, True)
         v_tile = device.load_rows(v_ptr, v.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
-        stat = device.stat_offset(seq, stat_rows, variant.lengths, shape) + m0 + offs_m
+        stat = device.stat_offset(seq, stat_rows, variant, shape) + m0 + offs_m
         lse2_rows = tl.load(lse2 + stat, mask=offs_m < rows_left, other=float("inf"))
         delta_rows = tl.load(delta + stat, mask=offs_m < rows_left, other=0.0)
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         rows, keys = (m0 + offs_m)[:, None], (n0 + offs_n)[None, :]
         _, ds, _ = score_tile_gradient(
-            qk, dp, lse2_rows[:, None], delta_rows[:, None], rows, keys, m0, n0, task, True, False
+            qk, dp, lse2_rows[:, None], delta_rows[:, None], rows, keys, m0, n0,
+            seq, variant, extra, shape, left, right, True, False
         )  # fmt: skip
         acc += ds
     return acc
@@ -53,7 +53,7 @@ def _score_tile(acc, operands, lse2, delta, m0, n0, b, h, call, sizes):
 
 @triton.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
 def dbias_kernel(
-    q, k, v, do, dbias, lse2, delta, variant, shape, batch, seqlen_q, seqlen_k, stat_rows, left, right,
+    q, k, v, do, dbias, lse2, delta, variant, extra, shape, batch, seqlen_q, seqlen_k, stat_rows, left, right,
     OWN_B: tl.constexpr, OWN_H: tl.constexpr, OWN_Q: tl.constexpr, OWN_K: tl.constexpr,
 ):  # fmt: skip
     """Programs: tiles of the bias; OWN_*: the bias has this dimension, so a program owns its part and sums nothing."""
@@ -80,14 +80,16 @@ def dbias_kernel(
     acc = tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32)
     # Adding a tensor makes tensors of loop indices, which may be constants.
     zero = tl.zeros((), tl.int32)
-    operands, call, sizes = (q, k, v, do), (variant, shape, left, right), (seqlen_q, seqlen_k, stat_rows)
+    operands, stats, sizes = (q, k, v, do), (lse2, delta), (seqlen_q, seqlen_k, stat_rows)
     for b in tl.range(b_lo, b_hi):
         for h in tl.range(h_lo, h_hi):
             for m in tl.range(m_lo, m_hi):
                 for n in tl.range(n_lo, n_hi):
                     m0 = zero + m * shape.BLOCK_M
                     n0 = zero + n * shape.BLOCK_N
-                    acc = _score_tile(acc, operands, lse2, delta, m0, n0, zero + b, zero + h, call, sizes)
+                    acc = _score_tile(
+                        acc, operands, stats, m0, n0, zero + b, zero + h, variant, extra, shape, sizes, left, right
+                    )  # fmt: skip
     rows = m_lo * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)[:, None]
     keys = n_lo * shape.BLOCK_N + tl.arange(0, shape.BLOCK_N)[None, :]
     inside_q, inside_k = rows < seqlen_q, keys < seqlen_k
@@ -99,22 +101,25 @@ def dbias_kernel(
         acc = tl.sum(acc, 1)[:, None]
         keys = tl.zeros((1, 1), tl.int32)
         inside_k = keys == 0
-    own = device.Sequence(zero + b_lo, zero + h_lo, zero, zero, seqlen_q, seqlen_k, zero)
-    ptrs = device.grid_ptrs(dbias, own, rows, keys)
+    base = dbias.ptr + (zero + b_lo).to(tl.int64) * dbias.batch + (zero + h_lo).to(tl.int64) * dbias.head
+    ptrs = base + rows.to(tl.int64) * dbias.q + keys.to(tl.int64) * dbias.k
     tl.store(ptrs, acc.to(dbias.ptr.dtype.element_ty), mask=inside_q & inside_k)
 
 
-def dbias(call: launch.Call, operands: tuple[device.Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig) -> torch.Tensor:
-    """The gradient of the call's bias, in the bias' shape and dtype.
+def dbias(
+    bias: torch.Tensor, call: launch.Call, operands: tuple[device.Rows, ...], stats: tuple[torch.Tensor, ...],
+    tile: TileConfig,
+) -> torch.Tensor:  # fmt: skip
+    """The gradient of `bias`, in its shape and dtype.
 
     Args:
-        call: the records of the call.
+        bias: of the call.
+        call: its records.
         operands: q, k, v, do.
         stats: the lse in base 2 and delta.
         tile: of the score tiles.
     """
-    problem, bias = call.problem, call.bias
-    assert bias is not None
+    problem = call.problem
     grad = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     own = [size > 1 for size in bias[(None,) * (4 - bias.ndim)].shape]
@@ -124,7 +129,7 @@ def dbias(call: launch.Call, operands: tuple[device.Rows, ...], stats: tuple[tor
         programs *= count if mine else 1
     if programs and grad.numel():
         dbias_kernel[(programs,)](
-            *operands, launch.grid(grad), *stats, call.variant(tile, planned=False), call.shape(tile), problem.batch, *call.sizes,
+            *operands, launch.grid(grad), *stats, *call.variant(tile, planned=False), call.shape(tile), problem.batch, *call.sizes,
             *own, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return grad

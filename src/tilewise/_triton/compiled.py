@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -34,14 +34,6 @@ from . import device
 
 # Positions stay below this, so a bound this large is none.
 UNBOUNDED = 2**30
-
-
-class Table(NamedTuple):
-    """A tensor that a device function reads: sizes and strides per dimension."""
-
-    ptr: Any
-    sizes: Any
-    strides: Any
 
 
 @triton.jit
@@ -60,33 +52,31 @@ def floor_div(a, b):
 
 
 @triton.jit
-def at(table, index):
-    """``table[index]`` for a tuple of indices; one outside reads 0, a negative one counts from the end."""
+def at(ptr, sizes, strides, index):
+    """``tensor[index]`` for a tuple of indices; one outside reads 0, a negative one counts from the end."""
     offset = tl.zeros((), tl.int64)
     inside = offset == 0
     for d in tl.static_range(len(index)):
         i = index[d] + tl.zeros((), tl.int64)
-        i = tl.where(i < 0, i + table.sizes[d], i)
-        inside = inside & (i >= 0) & (i < table.sizes[d])
-        offset = offset + i * table.strides[d]
-    return tl.load(table.ptr + offset, mask=inside, other=0)
+        i = tl.where(i < 0, i + sizes[d], i)
+        inside = inside & (i >= 0) & (i < sizes[d])
+        offset = offset + i * strides[d]
+    return tl.load(ptr + offset, mask=inside, other=0)
 
 
 @triton.jit
-def grid_at(table, b, h, q, k):
+def grid_at(ptr, strides, b, h, q, k):
     """The element of a tensor that broadcasts to [B, Hq, Sq, Sk]: a dimension of size 1 has stride 0."""
-    offset = b.to(tl.int64) * table.strides[0] + h.to(tl.int64) * table.strides[1]
-    return tl.load(table.ptr + offset + q.to(tl.int64) * table.strides[2] + k.to(tl.int64) * table.strides[3])
+    offset = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    return tl.load(ptr + offset + q.to(tl.int64) * strides[2] + k.to(tl.int64) * strides[3])
 
 
 @triton.jit
-def same_document(q_ids, k_ids, b, q, k):
-    """Whether row and key have one id; ids are [B|1, S]."""
-    row = tl.load(q_ids.ptr + b.to(tl.int64) * q_ids.strides[0] + q * q_ids.strides[1])
-    return row == tl.load(k_ids.ptr + b.to(tl.int64) * k_ids.strides[0] + k * k_ids.strides[1])
+def id_at(ptr, strides, b, position):
+    """The document of a position; ids are [B|1, S]."""
+    return tl.load(ptr + b.to(tl.int64) * strides[0] + position.to(tl.int64) * strides[1])
 
 
-_HELPERS = {"_floor_mod": floor_mod, "_floor_div": floor_div, "_at": at}
 # Functions of PyTorch that may be called beside operators.
 FUNCTIONS = {
     **{name: getattr(tl, name) for name in ("abs", "where", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")},
@@ -142,11 +132,15 @@ def _holds(node: ast.Lambda | ast.FunctionDef, fn: FunctionType) -> bool:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """One user function in Triton's language; `bound` collects what its text refers to."""
+    """One user function in Triton's language; `bound` collects what its text refers to.
 
-    def __init__(self, fn: FunctionType, names: list[str], tables: dict[str, int], bound: dict[str, Any]) -> None:
+    `tables` are the extra arguments that are tensors: their first slot in ``extra``, and their rank.
+    """
+
+    def __init__(self, fn: FunctionType, names: list[str], tables: dict[str, tuple[int, int]]) -> None:
         captured = inspect.getclosurevars(fn)
-        self.fn, self.tables, self.bound = fn, tables, bound
+        self.fn, self.tables = fn, tables
+        self.bound: dict[str, Any] = {"_floor_mod": floor_mod, "_floor_div": floor_div, "_at": at}
         self.outer = {**captured.builtins, **captured.globals, **captured.nonlocals}
         self.local = {*names, *fn.__code__.co_varnames}
 
@@ -162,11 +156,13 @@ class _Rewrite(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        rank = self.tables[node.value.id]
+        slot, rank = self.tables[node.value.id]
         if len(index) != rank:
             _refuse(self.fn, f"{len(index)} indices into the {rank}-dimensional {node.value.id!r}", "index every dimension")
-        indices = ast.Tuple([self.visit(i) for i in index], ast.Load())
-        return ast.Call(ast.Name("_at", ast.Load()), [node.value, indices], [])
+        place = ast.parse(f"_at({_slots(slot, rank)})", mode="eval").body
+        assert isinstance(place, ast.Call)
+        place.args.append(ast.Tuple([self.visit(i) for i in index], ast.Load()))
+        return place
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         source = self.outer.get(node.value.id) if isinstance(node.value, ast.Name) else None
@@ -181,7 +177,7 @@ class _Rewrite(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         name = node.id
-        if name in self.local and name in self.tables and self.tables[name]:
+        if name in self.tables and self.tables[name][1]:
             _refuse(self.fn, f"the tensor {name!r} used without an index", "index every dimension: table[h], table[q - k]")
         if name in self.local:
             return node
@@ -191,7 +187,7 @@ class _Rewrite(ast.NodeTransformer):
         if value is abs:
             return self._bind(tl.abs, "_abs")
         if isinstance(value, FunctionType):
-            return self._bind(device_function(intern(value), ()), f"_{name}_{intern(value)}")
+            return self._bind(device_function(intern(value)), f"_{name}_{intern(value)}")
         _refuse(self.fn, f"{name!r} from outside, a {type(value).__name__}", "capture numbers only; pass tensors through aux=")
 
     def _bind(self, value: Any, name: str) -> ast.Name:
@@ -211,67 +207,90 @@ def _build(name: str, text: str, bound: dict[str, Any]) -> Any:
     return triton.jit(namespace[name])
 
 
+def _slots(first: int, rank: int, with_sizes: bool = True) -> str:
+    """The pointer, sizes and strides of a tensor in ``extra``, as the text of arguments."""
+    sizes, strides = (
+        "(" + "".join(f"extra[{first + 1 + part * rank + d}], " for d in range(rank)) + ")" for part in (0, 1)
+    )
+    return f"extra[{first}], " + (f"{sizes}, {strides}" if with_sizes else strides)
+
+
+def _values(value: Any, where: torch.device) -> tuple[Any, ...]:
+    """What an extra argument puts into ``extra``: itself, or a tensor, its sizes and its strides.
+
+    A size of 1 has stride 0, so that any index reads it where it broadcasts.
+    """
+    if not isinstance(value, torch.Tensor):
+        return (value,)
+    value = value.to(where)
+    if value.dtype == torch.bool:
+        value = value.view(torch.uint8)
+    strides = (0 if size == 1 else stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (value, *value.shape, *strides)
+
+
+def _ranks(aux: tuple[Any, ...]) -> tuple[int | None, ...]:
+    """For each extra argument the rank of a tensor, or None for a number."""
+    return tuple(value.ndim if isinstance(value, torch.Tensor) else None for value in aux)
+
+
 @lru_cache(maxsize=None)
-def device_function(number: int, ranks: tuple[int | None, ...], positions: int | None = None) -> Any:
-    """The interned function `number` for kernels, as ``fn(*positional, aux)``.
+def device_function(number: int, ranks: tuple[int | None, ...] = (), positions: int | None = None, first: int = 0) -> Any:
+    """The interned function `number` for kernels, as ``fn(*positional, extra)``.
 
     Args:
         number: from `interning.intern`.
-        ranks: for each extra argument the rank of a tensor, or None for a number.
-        positions: how many parameters come before the extra ones; None: there is no `aux`.
+        ranks: see `_ranks`.
+        positions: how many parameters come before the extra ones; None: there are no extra ones, nor ``extra``.
+        first: where in ``extra`` its extra arguments begin.
     """
     fn = lookup(number)
     if not isinstance(fn, FunctionType):
-        _refuse(fn, "a callable that is no plain function", "use def or lambda")  # type: ignore[arg-type]  # any callable
+        _refuse(fn, "a callable that is no plain function", "use def or lambda")
     names, body = _definition(fn)
-    extra = [] if positions is None else names[positions:]
-    if len(extra) != len(ranks):
+    own = [] if positions is None else names[positions:]
+    if len(own) != len(ranks):
         _refuse(fn, f"{len(names)} parameters", f"take {len(ranks)} beside the {positions} for positions")
-    tables = {name: rank for name, rank in zip(extra, ranks, strict=True) if rank is not None}
-    bound = dict(_HELPERS)
-    rewrite = _Rewrite(fn, names, tables, bound)
+    tables, head = {}, []
+    for name, rank in zip(own, ranks, strict=True):
+        if rank is not None:
+            tables[name] = (first, rank)
+        if not rank:
+            head.append(f"{name} = tl.load(extra[{first}])" if rank == 0 else f"{name} = extra[{first}]")
+        first += 1 if rank is None else 1 + 2 * rank
+    rewrite = _Rewrite(fn, names, tables)
     body = [rewrite.visit(statement) for statement in body]
-    head = [
-        ast.parse(f"{name} = tl.load(aux[{i}].ptr)" if ranks[i] == 0 else f"{name} = aux[{i}]").body[0]
-        for i, name in enumerate(extra)
-    ]
-    parameters = names if positions is None else [*names[:positions], "aux"]
-    shown = ast.parse(f"def function({', '.join(parameters)}): pass").body[0]
+    parameters = names if positions is None else [*names[:positions], "extra"]
+    shown = ast.parse(f"def function({', '.join(parameters)}):\n    " + "\n    ".join([*head, "pass"])).body[0]
     assert isinstance(shown, ast.FunctionDef)
-    shown.body = [*head, *body]
-    return _build("function", ast.unparse(ast.fix_missing_locations(shown)) + "\n", bound)
-
-
-def table(tensor: torch.Tensor, device_: torch.device) -> Table:
-    """A tensor argument; a size of 1 has stride 0, so that any index reads it where it broadcasts."""
-    tensor = tensor.to(device_)
-    if tensor.dtype == torch.bool:
-        tensor = tensor.view(torch.uint8)
-    strides = tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Table(tensor, tuple(tensor.shape), strides)
-
-
-def _aux(aux: tuple[Any, ...], where: torch.device) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
-    data = tuple(table(value, where) if isinstance(value, torch.Tensor) else value for value in aux)
-    return data, tuple(value.ndim if isinstance(value, torch.Tensor) else None for value in aux)
+    shown.body = [*shown.body[:-1], *body]
+    return _build("function", ast.unparse(ast.fix_missing_locations(shown)) + "\n", rewrite.bound)
 
 
 def score_functions(mod: ScoreMod, where: torch.device) -> tuple[Any, Any, tuple[Any, ...]]:
-    """``fn(s, b, h, q, k, aux)``, ``dfn(ds, s, b, h, q, k, aux)`` (or None) and their `aux`."""
-    aux, ranks = _aux(mod.aux, where)
+    """``fn(s, b, h, q, k, extra)``, ``dfn(ds, s, b, h, q, k, extra)`` (or None) and their `extra`."""
+    ranks = _ranks(mod.aux)
     dfn = None if mod.dfn is None else device_function(intern(mod.dfn), ranks, 6)
-    return device_function(intern(mod.fn), ranks, 5), dfn, aux
+    extra = tuple(x for value in mod.aux for x in _values(value, where))
+    return device_function(intern(mod.fn), ranks, 5), dfn, extra
 
 
 class _Composer:
-    """Writes a mask expression as one Python expression over ``b, h, q, k, off, data``."""
+    """Writes a mask expression as one Python expression over ``b, h, q, k, off, extra``."""
 
-    def __init__(self, where: torch.device) -> None:
-        self.where, self.data, self.bound = where, [], {}  # type: ignore[var-annotated]  # filled by expression()
+    def __init__(self, where: torch.device, first: int) -> None:
+        self.where, self.first = where, first
+        self.extra: list[Any] = []
+        self.bound: dict[str, Any] = {}
 
-    def put(self, value: Any) -> str:
-        self.data.append(table(value, self.where) if isinstance(value, torch.Tensor) else value)
-        return f"data[{len(self.data) - 1}]"
+    def put(self, value: Any) -> int:
+        """Append to ``extra``; the slot."""
+        slot = self.first + len(self.extra)
+        self.extra.extend(_values(value, self.where))
+        return slot
+
+    def number(self, value: int) -> str:
+        return f"extra[{self.put(min(value, UNBOUNDED))}]"
 
     def call(self, name: str, function: Any, *arguments: str) -> str:
         self.bound[name] = function
@@ -281,49 +300,56 @@ class _Composer:
         if isinstance(mask, (masks.And, masks.Or)):
             sign = "&" if isinstance(mask, masks.And) else "|"
             return f"({self.expression(mask.a)} {sign} {self.expression(mask.b)})"
-        if isinstance(mask, masks.Predicate):
-            data, ranks = _aux(mask.aux, self.where)
-            number = intern(mask.fn)
-            self.data.append(data)
-            name = f"_user_{number}_{'_'.join(map(str, ranks))}"
-            return self.call(name, device_function(number, ranks, 4), "b", "h", "q", "k", f"data[{len(self.data) - 1}]")
         return f"({self.leaf(mask)})"
 
     def leaf(self, mask: Mask) -> str:
+        if isinstance(mask, masks.Full):
+            return "k >= 0"
         if isinstance(mask, masks.Causal):
             return "k <= q + off"
         if isinstance(mask, masks.Window):
-            sides = [(mask.left, "q + off - k <= "), (mask.right, "k - q - off <= ")]
-            return " & ".join(f"({text}{self.put(min(n, UNBOUNDED))})" for n, text in sides if n is not None) or "k >= 0"
+            sides = ((mask.left, "q + off - k <= "), (mask.right, "k - q - off <= "))
+            return " & ".join(f"({text}{self.number(n)})" for n, text in sides if n is not None) or "k >= 0"
         if isinstance(mask, masks.PrefixLM):
-            prefix = self.put(mask.prefix if isinstance(mask.prefix, torch.Tensor) else min(mask.prefix, UNBOUNDED))
-            if isinstance(mask.prefix, torch.Tensor):
-                prefix = self.call("_at", at, prefix, "(b,)")
+            if not isinstance(mask.prefix, torch.Tensor):
+                return f"(k < {self.number(mask.prefix)}) | (k <= q + off)"
+            prefix = self.call("_at", at, _slots(self.put(mask.prefix), 1), "(b, )")
             return f"(k < {prefix}) | (k <= q + off)"
         if isinstance(mask, masks.Document):
-            ids = [x if x.ndim == 2 else x[None] for x in (mask.q_ids, mask.keys)]
-            return self.call("_same_document", same_document, self.put(ids[0]), self.put(ids[1]), "b", "q", "k")
+            return " == ".join(self.document(ids, x) for ids, x in ((mask.q_ids, "q"), (mask.keys, "k")))
         if isinstance(mask, masks.Dense):
-            return self.call("_grid_at", grid_at, self.put(mask.grid()), "b", "h", "q", "k") + " != 0"
+            return self.grid(mask.grid(), "q", "k")
         if isinstance(mask, masks.BlockMask):
-            tiles, q, k = self.put(mask.tiles), self.put(mask.block_q), self.put(mask.block_k)
-            return self.call("_grid_at", grid_at, tiles, "b", "h", f"q // {q}", f"k // {k}") + " != 0"
-        if isinstance(mask, masks.Full):
-            return "k >= 0"
+            q, k = self.number(mask.block_q), self.number(mask.block_k)
+            return self.grid(mask.tiles, f"q // {q}", f"k // {k}")
+        if isinstance(mask, masks.Predicate):
+            number, ranks, slot = intern(mask.fn), _ranks(mask.aux), self.first + len(self.extra)
+            for value in mask.aux:
+                self.put(value)
+            function = device_function(number, ranks, 4, slot)
+            return self.call(f"_user_{number}_{slot}", function, "b", "h", "q", "k", "extra")
         errors.fail(errors.UnsupportedError, "mask", type(mask).__name__, "the masks of tilewise.masks", "use Predicate")
+
+    def document(self, ids: torch.Tensor, position: str) -> str:
+        ids = ids if ids.ndim == 2 else ids[None]
+        return self.call("_id_at", id_at, _slots(self.put(ids), 2, with_sizes=False), "b", position)
+
+    def grid(self, x: torch.Tensor, q: str, k: str) -> str:
+        return self.call("_grid_at", grid_at, _slots(self.put(x), 4, with_sizes=False), "b", "h", q, k) + " != 0"
 
 
 _predicates: dict[Any, Any] = {}
 
 
-def predicate(mask: Mask, where: torch.device) -> tuple[Any, tuple[Any, ...]]:
-    """``visible(b, h, q, k, off, data)`` of a mask expression, and its `data`."""
-    composer = _Composer(where)
-    text = f"def visible(b, h, q, k, off, data):\n    return {composer.expression(mask)}\n"
-    key = (text, tuple(sorted(composer.bound)))
-    if key not in _predicates:
-        _predicates[key] = _build("visible", text, composer.bound)
-    return _predicates[key], tuple(composer.data)
+def predicate(mask: Mask, where: torch.device, first: int = 0) -> tuple[Any, tuple[Any, ...]]:
+    """``visible(b, h, q, k, off, extra)`` of a mask expression, and what it reads in ``extra`` from `first` on."""
+    composer = _Composer(where, first)
+    text = f"def visible(b, h, q, k, off, extra):\n    return {composer.expression(mask)}\n"
+    # Names of user functions hold their number, so equal texts bind equal functions.
+    ranks = tuple(_ranks(part.aux) for part in masks.parts(mask) if isinstance(part, masks.Predicate))
+    if (text, ranks) not in _predicates:
+        _predicates[text, ranks] = _build("visible", text, composer.bound)
+    return _predicates[text, ranks], tuple(composer.extra)
 
 
 def check(options: Options) -> None:

@@ -4,7 +4,8 @@ The score tile is the heart: ``s = softmax_scale * q k^T -> softcap -> score_mod
 `scores` alone, in base 2 (times log2 e), for forward, dq and dk/dv alike. Rows and keys come as index tiles that
 broadcast ([M, 1] and [1, N], or transposed), so the same functions serve both orientations.
 
-A record's field that is None is not compiled: there are no flags for absent features.
+A record's field that is None is not compiled: there are no flags for absent features. Records are passed on
+one by one: assigning or nesting them in a kernel would make run-time values of their compile-time fields.
 
 Source: FlashAttention-2 (Dao, 2023), Algorithms 1 and 2.
 """
@@ -19,6 +20,9 @@ import triton.language as tl
 # exp2 is one instruction, so softmax runs in base 2.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# In a plan of rows for tiles of keys, an entry is ``head << HEAD_SHIFT | tile``.
+HEAD_SHIFT = tl.constexpr(20)
+TILE_MASK = tl.constexpr((1 << 20) - 1)
 # The interpreter multiplies bf16 tiles as if they were integers.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -32,27 +36,6 @@ class Rows(NamedTuple):
     head: Any
 
 
-class Lengths(NamedTuple):
-    """Device-side lengths: int32/int64 [B + 1], [B + 1] and [B], or None."""
-
-    cu_q: Any
-    cu_k: Any
-    used_k: Any
-
-
-class Scoring(NamedTuple):
-    """How a product q·k becomes a score; `fold`: the scale, which is positive, is all there is."""
-
-    scale: Any
-    fold: Any
-    cap: Any
-    mod: Any
-    dmod: Any
-    aux: Any
-    slopes: Any
-    bias: Any
-
-
 class Grid(NamedTuple):
     """A tensor that broadcasts to [B, Hq, Sq, Sk]: its strides, 0 where its size is 1."""
 
@@ -63,45 +46,46 @@ class Grid(NamedTuple):
     k: Any
 
 
-class Visibility(NamedTuple):
-    """The element test beside the band: per-row bounds (int32 ``[2, B|1, S]``) and a compiled predicate.
+class Variant(NamedTuple):
+    """Everything that makes one call differ from plain attention. What is None is absent.
 
-    `irregular`: a tile may hold keys that none of its rows sees, though they lie inside its band.
-    `every_tile`: there is a predicate, so no tile is free of the test.
+    It is flat because Triton forgets compile-time values inside nested tuples where it compiles a loop.
     """
 
-    bounds: Any
-    predicate: Any
-    data: Any
-    irregular: Any
-    every_tile: Any
-
-
-class Dropout(NamedTuple):
-    """Seed (a scalar int64 in device memory) and the 16-bit threshold below which an element is kept."""
-
-    seed: Any
-    keep: Any
-
-
-class Plan(NamedTuple):
-    """Tiles to visit where a band does not say: int32 [B|1, H|1, tiles, ...], a row being the number of tiles that
-    need no element test, the number of all, and their indices, those without test first."""
-
-    ptr: Any
-    batch: Any
-    head: Any
-    row: Any
-
-
-class Variant(NamedTuple):
-    """Everything that makes one call differ from plain attention."""
-
-    lengths: Any
-    scoring: Any
-    visibility: Any
-    plan: Any
-    dropout: Any
+    # Lengths in device memory: int32/int64 [B + 1], [B + 1] and [B].
+    cu_q: Any = None
+    cu_k: Any = None
+    used_k: Any = None
+    # From product to score. `fold`: the scale, which is positive, is all there is.
+    scale: Any = None
+    fold: Any = None
+    cap: Any = None
+    mod: Any = None
+    dmod: Any = None
+    slopes: Any = None
+    slopes_batch: Any = None
+    slopes_head: Any = None
+    bias: Any = None
+    bias_batch: Any = None
+    bias_head: Any = None
+    bias_q: Any = None
+    bias_k: Any = None
+    # The element test beside the band: per-row bounds, int32 [2, B|1, S], and a compiled predicate.
+    bounds: Any = None
+    bounds_batch: Any = None
+    bounds_side: Any = None
+    predicate: Any = None
+    # There are such tests, so a tile may hold keys that none of its rows sees though they lie inside its band.
+    irregular: Any = None
+    # Tiles to visit where a band does not say: int32 [B|1, H|1, tiles, ...], a row being the number of tiles that need
+    # no element test, the number of all, and their indices, those without test first.
+    plan: Any = None
+    plan_batch: Any = None
+    plan_head: Any = None
+    plan_row: Any = None
+    # Seed of dropout, a scalar int64 in device memory, and the 16-bit threshold below which an element is kept.
+    seed: Any = None
+    keep: Any = None
 
 
 class Shape(NamedTuple):
@@ -144,26 +128,6 @@ class Span(NamedTuple):
     last: Any
 
 
-class Task(NamedTuple):
-    """What a program works on, beside its tiles; `left` and `right` bound the band of visible keys."""
-
-    seq: Any
-    span: Any
-    variant: Any
-    shape: Any
-    left: Any
-    right: Any
-
-
-class Streams(NamedTuple):
-    """The two matrices whose rows stream past a program (k and v, or q and do): addresses of row 0, and strides."""
-
-    a: Any
-    b: Any
-    a_stride: Any
-    b_stride: Any
-
-
 class Chain(NamedTuple):
     """A score tile in base 2, and what its derivative needs: tanh of the softcap and the value given to score_mod."""
 
@@ -173,21 +137,21 @@ class Chain(NamedTuple):
 
 
 @triton.jit
-def locate(lengths, b, h, seqlen_q, seqlen_k, shape):
+def locate(variant, b, h, seqlen_q, seqlen_k, shape):
     """The sequence b: its lengths and offset, read once per program."""
     zero = tl.zeros((), tl.int64)
     q_start = zero
     k_start = zero
     len_q = zero.to(tl.int32) + seqlen_q
     len_k = zero.to(tl.int32) + seqlen_k
-    if lengths.cu_q is not None:
-        q_start = tl.load(lengths.cu_q + b).to(tl.int64)
-        k_start = tl.load(lengths.cu_k + b).to(tl.int64)
+    if variant.cu_q is not None:
+        q_start = tl.load(variant.cu_q + b).to(tl.int64)
+        k_start = tl.load(variant.cu_k + b).to(tl.int64)
         # An understated maximum leaves rows out; it never lets a tile reach into the next member.
-        len_q = (tl.load(lengths.cu_q + b + 1).to(tl.int64) - q_start).to(tl.int32)
-        len_k = (tl.load(lengths.cu_k + b + 1).to(tl.int64) - k_start).to(tl.int32)
-    if lengths.used_k is not None:
-        len_k = tl.load(lengths.used_k + b).to(tl.int32)
+        len_q = (tl.load(variant.cu_q + b + 1).to(tl.int64) - q_start).to(tl.int32)
+        len_k = (tl.load(variant.cu_k + b + 1).to(tl.int64) - k_start).to(tl.int32)
+    if variant.used_k is not None:
+        len_k = tl.load(variant.used_k + b).to(tl.int32)
     off = len_k - len_q
     if shape.TOP_LEFT:
         off = len_k * 0
@@ -202,7 +166,7 @@ def row_ptr(x, b, row, h):
 
 @triton.jit
 def load_rows(base, stride, offs, lo, hi, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `offs` of a matrix, [len(offs), BLOCK_D]; with MASKED rows outside ``lo .. hi`` are unread and 0."""
+    """Rows `offs` of a matrix, [len(offs), BLOCK_D]; with MASKED, rows outside ``lo .. hi`` are unread and 0."""
     d = tl.arange(0, BLOCK_D)
     ptrs = base + offs[:, None] * stride + d[None, :]
     if MASKED:
@@ -227,10 +191,10 @@ def store_rows(base, stride, offs, hi, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def stat_offset(seq, stat_rows, lengths, shape):
+def stat_offset(seq, stat_rows, variant, shape):
     """Where the sequence's row 0 is in a statistic per row: [B, Hq, stat_rows], or packed [Hq, stat_rows]."""
     head = seq.h.to(tl.int64)
-    if lengths.cu_q is None:
+    if variant.cu_q is None:
         head += seq.b.to(tl.int64) * shape.HEADS
     return head * stat_rows + seq.q_start
 
@@ -262,46 +226,46 @@ def tanh(x):
 
 
 @triton.jit
-def scores(qk, scoring, seq, rows, keys):
+def scores(qk, variant, extra, seq, rows, keys):
     """The products `qk` of `rows` with `keys` as scores in base 2, before the mask (see the module's head)."""
     tanh_x = qk
     capped = qk
-    if scoring.cap is not None:
-        tanh_x = tanh(qk * (scoring.scale / scoring.cap))
-    if scoring.mod is not None:
-        capped = qk * scoring.scale
-        if scoring.cap is not None:
-            capped = tanh_x * scoring.cap
+    if variant.cap is not None:
+        tanh_x = tanh(qk * (variant.scale / variant.cap))
+    if variant.mod is not None:
+        capped = qk * variant.scale
+        if variant.cap is not None:
+            capped = tanh_x * variant.cap
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)
-        s = scoring.mod(capped, seq.b, seq.h, at_q, at_k, scoring.aux) * LOG2E
-    elif scoring.cap is not None:
-        s = tanh_x * (scoring.cap * LOG2E)
+        s = variant.mod(capped, seq.b, seq.h, at_q, at_k, extra) * LOG2E
+    elif variant.cap is not None:
+        s = tanh_x * (variant.cap * LOG2E)
     else:
-        s = qk * (scoring.scale * LOG2E)
-    if scoring.slopes is not None:
-        s -= slope(scoring, seq) * LOG2E * distance(seq, rows, keys)
-    if scoring.bias is not None:
-        s += grid_tile(scoring.bias, seq, rows, keys).to(tl.float32) * LOG2E
+        s = qk * (variant.scale * LOG2E)
+    if variant.slopes is not None:
+        s -= slope(variant, seq) * LOG2E * distance(seq, rows, keys)
+    if variant.bias is not None:
+        s += bias_tile(variant, seq, rows, keys).to(tl.float32) * LOG2E
     return Chain(s, tanh_x, capped)
 
 
 @triton.jit
-def scores_gradient(ds, chain, scoring, seq, rows, keys):
+def scores_gradient(ds, chain, variant, extra, seq, rows, keys):
     """The gradient of ``softmax_scale * q·k`` from `ds`, that of the score before ALiBi and bias."""
-    if scoring.mod is not None:
+    if variant.mod is not None:
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)
-        ds = scoring.dmod(ds, chain.capped, seq.b, seq.h, at_q, at_k, scoring.aux)
-    if scoring.cap is not None:
+        ds = variant.dmod(ds, chain.capped, seq.b, seq.h, at_q, at_k, extra)
+    if variant.cap is not None:
         ds = ds * (1.0 - chain.tanh * chain.tanh)
     return ds
 
 
 @triton.jit
-def slope(scoring, seq):
+def slope(variant, seq):
     """The ALiBi slope of this head."""
-    return tl.load(scoring.slopes.ptr + seq.b * scoring.slopes.batch + seq.h * scoring.slopes.head).to(tl.float32)
+    return tl.load(variant.slopes + seq.b * variant.slopes_batch + seq.h * variant.slopes_head).to(tl.float32)
 
 
 @triton.jit
@@ -311,36 +275,29 @@ def distance(seq, rows, keys):
 
 
 @triton.jit
-def grid_ptrs(grid, seq, rows, keys):
-    """Addresses in a `Grid`; int64, for rows times row stride can pass 2**31."""
-    base = grid.ptr + seq.b.to(tl.int64) * grid.batch + seq.h.to(tl.int64) * grid.head
-    return base + rows.to(tl.int64) * grid.q + keys.to(tl.int64) * grid.k
+def bias_tile(variant, seq, rows, keys):
+    """The bias of a tile, 0 outside the sequence; offsets are int64, for rows times row stride can pass 2**31."""
+    base = variant.bias + seq.b.to(tl.int64) * variant.bias_batch + seq.h.to(tl.int64) * variant.bias_head
+    ptrs = base + rows.to(tl.int64) * variant.bias_q + keys.to(tl.int64) * variant.bias_k
+    return tl.load(ptrs, mask=(rows < seq.len_q) & (keys < seq.len_k), other=0.0)
 
 
 @triton.jit
-def grid_tile(grid, seq, rows, keys):
-    """The elements of a `Grid`, 0 outside the sequence."""
-    inside = (rows < seq.len_q) & (keys < seq.len_k)
-    return tl.load(grid_ptrs(grid, seq, rows, keys), mask=inside, other=0.0)
-
-
-@triton.jit
-def visible(task, rows, keys):
+def visible(variant, extra, seq, rows, keys, left, right):
     """Which of `keys` each of `rows` sees: the band, the per-row bounds and the predicate."""
-    seq, visibility = task.seq, task.variant.visibility
     seen = keys < seq.len_k
-    if task.left is not None:
-        seen = seen & (keys >= rows + (seq.off - task.left))
-    if task.right is not None:
-        seen = seen & (keys <= rows + (seq.off + task.right))
-    if visibility.bounds is not None:
-        at = visibility.bounds.ptr + seq.b * visibility.bounds.batch + rows
+    if left is not None:
+        seen = seen & (keys >= rows + (seq.off - left))
+    if right is not None:
+        seen = seen & (keys <= rows + (seq.off + right))
+    if variant.bounds is not None:
+        at = variant.bounds + seq.b.to(tl.int64) * variant.bounds_batch + rows
         seen = seen & (keys >= tl.load(at, mask=rows < seq.len_q, other=0))
-        seen = seen & (keys < tl.load(at + visibility.bounds.seq, mask=rows < seq.len_q, other=0))
-    if visibility.predicate is not None:
+        seen = seen & (keys < tl.load(at + variant.bounds_side, mask=rows < seq.len_q, other=0))
+    if variant.predicate is not None:
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)
-        seen = seen & visibility.predicate(seq.b, seq.h, at_q, at_k, seq.off, visibility.data)
+        seen = seen & variant.predicate(seq.b, seq.h, at_q, at_k, seq.off, extra)
     return seen
 
 
@@ -385,35 +342,56 @@ def rows_of(seq, n0, left, right, shape):
 
 
 @triton.jit
-def walk(body: tl.constexpr, state, tiles, task, own_tile, low_edge):
-    """Call ``body(state, tiles, task, listed, lo, hi, MASKED)`` for each stretch of tiles that the program has to visit.
+def walk(
+    body: tl.constexpr, state, tiles, a, b, seq, span, variant, extra, shape, left, right, own_head, own_tile, low_edge
+):  # fmt: skip
+    """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for each stretch of tiles that the program has to visit.
 
     At most three: those at the low edge of the span, those that need no element test, those at the high edge. A side
     whose bound `low_edge` is None has no edge. With a plan there are two, and `listed` is where it lists them.
     """
-    span, plan = task.span, task.variant.plan
-    if plan is not None:
-        row = plan.ptr + task.seq.b.to(tl.int64) * plan.batch + task.seq.h.to(tl.int64) * plan.head
-        row += own_tile.to(tl.int64) * plan.row
+    if variant.plan is not None:
+        row = variant.plan + seq.b.to(tl.int64) * variant.plan_batch + own_head.to(tl.int64) * variant.plan_head
+        row += own_tile.to(tl.int64) * variant.plan_row
         full = tl.load(row)
-        state = body(state, tiles, task, row + 2, 0, full, False)
-        state = body(state, tiles, task, row + 2, full, tl.load(row + 1), True)
-    elif task.variant.visibility.every_tile:
-        state = body(state, tiles, task, 0, span.lo, span.hi, True)
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, row + 2, 0, full, False)
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, row + 2, full, tl.load(row + 1), True)
+    elif variant.predicate is not None:
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.hi, True)
     else:
         if low_edge is not None:
-            state = body(state, tiles, task, 0, span.lo, span.full_lo, True)
-        state = body(state, tiles, task, 0, span.full_lo, span.full_hi, False)
-        state = body(state, tiles, task, 0, span.full_hi, span.hi, True)
+            state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.full_lo, True)
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False)
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_hi, span.hi, True)
     return state
 
 
 @triton.jit
-def start_of(i, listed, task, BLOCK: tl.constexpr):
-    """The first row or key of the i-th tile to visit."""
-    if task.variant.plan is not None:
+def key_tile(i, listed, variant):
+    """Index of the i-th tile of keys to visit."""
+    if variant.plan is not None:
         i = tl.load(listed + i)
-    return i * BLOCK
+    return i
+
+
+@triton.jit
+def row_tile(i, head, tile, lo, hi, listed, variant, shape):
+    """Query head inside the group, and index, of the i-th tile of rows to visit; the last ones were `head`, `tile`.
+
+    One loop over heads and tiles: nested ones would keep every address of the inner one alive across the outer. It
+    counts, for a division in it would be a function call, beside which no WGMMA runs asynchronously.
+    """
+    if variant.plan is not None:
+        code = tl.load(listed + i)
+        head = code >> HEAD_SHIFT
+        tile = code & TILE_MASK
+    elif shape.GROUP > 1:
+        wraps = tile + 1 >= hi
+        head = tl.where(wraps, head + 1, head)
+        tile = tl.where(wraps, lo, tile + 1)
+    else:
+        tile = i
+    return head, tile
 
 
 @triton.jit
@@ -427,16 +405,16 @@ def _span(first, full_first, full_last, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(dropout, seq, m0, n0, shape):
+def keep_tile(variant, seq, m0, n0, shape):
     """The dropout mask of a tile, [M, N]: one Philox call for eight elements (`tilewise.dropout`)."""
     rows = m0 + tl.arange(0, shape.BLOCK_M)
     calls = n0 // 8 + tl.arange(0, shape.BLOCK_N // 8)
     c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, shape.BLOCK_N // 8)).to(tl.uint32)
     c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, shape.BLOCK_N // 8)).to(tl.uint32)
     c2 = c0 * 0 + (seq.b * shape.HEADS + seq.h).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(dropout.seed), c0, c1, c2, c0 * 0)
+    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
     halves = tl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
     halves = halves.reshape(shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4, 2)  # [M, group, thread, word, half]
     halves = tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, shape.BLOCK_N)
-    return halves < (tl.zeros((), tl.int32) + dropout.keep).to(tl.uint32)
+    return halves < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)

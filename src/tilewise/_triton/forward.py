@@ -18,59 +18,60 @@ from .device import LN2, LOG2E
 
 
 @triton.jit
-def _attend(state, tiles, task, listed, lo, hi, MASKED: tl.constexpr):
-    """The loop body (see `device.walk`): `tiles` is the tile of q, its first row, and where keys and values lie."""
+def _attend(
+    state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
+):  # fmt: skip
+    """The loop body (see `device.walk`): a, b are k and v, `tiles` the tile of q, its first row, and where key 0 and its value lie."""
     acc, l_i, m_i = state
-    q_tile, m0, streams = tiles
-    seq, shape, scoring, dropout = task.seq, task.shape, task.variant.scoring, task.variant.dropout
+    q_tile, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.start_of(i, listed, task, shape.BLOCK_N)
+        n0 = device.key_tile(i, listed, variant) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
-        first, last = task.span.first - n0, task.span.last - n0
-        k_ptr = streams.a + n0.to(tl.int64) * streams.a_stride
-        k_tile = device.load_rows(k_ptr, streams.a_stride, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
+        first, last = span.first - n0, span.last - n0
+        k_ptr = k_base + n0.to(tl.int64) * a.seq
+        k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
-        if not scoring.fold:
-            s = device.scores(s, scoring, seq, rows, keys).s
+        if not variant.fold:
+            s = device.scores(s, variant, extra, seq, rows, keys).s
         if MASKED:
-            seen = device.visible(task, rows, keys)
+            seen = device.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
         s_max = tl.max(s, 1)  # [M]
-        if scoring.fold:
-            s_max = s_max * (scoring.scale * LOG2E)
+        if variant.fold:
+            s_max = s_max * (variant.scale * LOG2E)
         m_new = tl.maximum(m_i, s_max)
         m_safe = m_new
-        if MASKED or not scoring.fold:
+        if MASKED or not variant.fold:
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        if scoring.fold:
+        if variant.fold:
             # Scaling and subtracting the maximum are one instruction here.
-            p = tl.exp2(s * (scoring.scale * LOG2E) - m_safe[:, None])  # [M, N]
+            p = tl.exp2(s * (variant.scale * LOG2E) - m_safe[:, None])  # [M, N]
         else:
             p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-        if dropout is not None:
-            p = tl.where(device.keep_tile(dropout, seq, m0, n0, shape), p, 0.0)
-        v_ptr = streams.b + n0.to(tl.int64) * streams.b_stride
-        v_tile = device.load_rows(v_ptr, streams.b_stride, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
-        if MASKED and task.variant.visibility.irregular:
+        if variant.seed is not None:
+            p = tl.where(device.keep_tile(variant, seq, m0, n0, shape), p, 0.0)
+        v_ptr = v_base + n0.to(tl.int64) * b.seq
+        v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        if MASKED and variant.irregular:
             v_tile = device.zero_unseen(v_tile, seen, 0)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
     return acc, l_i, m_i
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
-def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
     """Programs: (batch, head, tile of rows), the longest rows of a causal mask first."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
     pid = tl.program_id(0)
     tile_m = tiles_m - 1 - pid % tiles_m
     h = (pid // tiles_m) % shape.HEADS
     b = pid // tiles_m // shape.HEADS
-    seq = device.locate(variant.lengths, b, h, seqlen_q, seqlen_k, shape)
+    seq = device.locate(variant, b, h, seqlen_q, seqlen_k, shape)
     m0 = tile_m * shape.BLOCK_M
     if m0 >= seq.len_q:
         return
@@ -80,7 +81,7 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k,
     q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
-    tiles = q_tile, m0, device.Streams(k_ptr, v_ptr, k.seq, v.seq)
+    tiles = q_tile, m0, k_ptr, v_ptr
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([shape.BLOCK_M], tl.float32)
     if sinks is not None:
@@ -88,17 +89,19 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, shape, seqlen_q, seqlen_k,
         m_i = tl.zeros_like(m_i) + tl.load(sinks + h).to(tl.float32) * LOG2E
         l_i += 1.0
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
-    task = device.Task(seq, device.keys_of(seq, m0, left, right, shape), variant, shape, left, right)
-    acc, l_i, m_i = device.walk(_attend, state, tiles, task, tile_m, left)
+    span = device.keys_of(seq, m0, left, right, shape)
+    acc, l_i, m_i = device.walk(
+        _attend, state, tiles, k, v, seq, span, variant, extra, shape, left, right, h, tile_m, left
+    )  # fmt: skip
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     lse_tile = tl.where(empty, float("-inf"), m_i * LN2 + tl.log(l_i))
-    stat = device.stat_offset(seq, stat_rows, variant.lengths, shape) + m0
+    stat = device.stat_offset(seq, stat_rows, variant, shape) + m0
     tl.store(lse + stat + offs_m, lse_tile, mask=offs_m < rows_left)
     acc = acc / l_i[:, None]
-    if variant.dropout is not None:
-        acc = acc * (65536.0 / variant.dropout.keep)
+    if variant.seed is not None:
+        acc = acc * (65536.0 / variant.keep)
     out_ptr = device.row_ptr(out, b, seq.q_start + m0, h)
     device.store_rows(out_ptr, out.seq, offs_m, rows_left, acc, shape.HEAD_DIM_V, shape.BLOCK_DV)
 
@@ -119,7 +122,7 @@ def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.T
         with launch.on(q.device):
             forward_kernel[(grid,)](
                 launch.rows(q, problem), launch.rows(inputs.k, problem), launch.rows(inputs.v, problem), launch.rows(out, problem),
-                lse, sinks, call.variant(tile), call.shape(tile), *call.sizes,
+                lse, sinks, *call.variant(tile), call.shape(tile), *call.sizes,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
     return out, lse

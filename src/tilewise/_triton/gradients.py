@@ -9,8 +9,9 @@ import triton
 
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
-from . import bias, launch
+from . import launch
 from .backward import delta_kernel, dkv_kernel, dq_kernel
+from .bias import dbias
 from .device import Rows
 
 Tiles = dict[str, TileConfig]
@@ -45,7 +46,8 @@ def backward(
         if "k" in needs or "v" in needs:
             result["k"], result["v"] = _dkv(call, operands, stats, tiles["dkv"])
         if "bias" in needs:
-            result["bias"] = bias.dbias(call, operands, stats, tiles["dbias"])
+            assert inputs.bias is not None
+            result["bias"] = dbias(inputs.bias, call, operands, stats, tiles["dbias"])
     if "sinks" in needs:
         assert inputs.sinks is not None
         result["sinks"] = _dsinks(problem, inputs.sinks, lse, stats[1])
@@ -68,7 +70,7 @@ def _statistics(
     if programs:
         delta_kernel[(programs,)](
             launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
-            call.lengths, call.shape(tile), *call.sizes[:3], num_warps=tile.num_warps, num_stages=tile.num_stages,
+            call.base, call.shape(tile), *call.sizes[:3], num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return lse2, delta
 
@@ -86,7 +88,7 @@ def _dq(
     programs = tiles_m * problem.heads_q * problem.batch
     if programs:
         dq_kernel[(programs,)](
-            *operands, launch.rows(dq, problem), partial, *stats, call.variant(tile), call.shape(tile), *call.sizes,
+            *operands, launch.rows(dq, problem), partial, *stats, *call.variant(tile), call.shape(tile), *call.sizes,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     if partial is None or slopes is None:
@@ -104,7 +106,7 @@ def _dkv(
     programs = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.heads_kv * problem.batch
     if programs:
         dkv_kernel[(programs,)](
-            *operands, launch.rows(dk, problem), launch.rows(dv, problem), *stats, call.variant(tile, transposed=True),
+            *operands, launch.rows(dk, problem), launch.rows(dv, problem), *stats, *call.variant(tile, transposed=True),
             call.shape(tile), *call.sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return dk, dv

@@ -14,7 +14,7 @@ from ..mask_algebra import TOP_LEFT, Frame, Lowered
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import compiled, plans
-from .device import Dropout, Grid, Lengths, Rows, Scoring, Shape, Variant, Visibility
+from .device import Grid, Rows, Shape, Variant
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -42,47 +42,43 @@ def block(head_dim: int) -> int:
 class Call:
     """One call's records.
 
-    `in_use` are the lengths of the sequences, ints or tensors [B]; `sizes` are seqlen_q, seqlen_k, the rows of a
-    statistic, and the left and right bound of the band.
+    `base` is the variant without what depends on a tile, `extra` what its score modification reads. `in_use` are the
+    lengths of the sequences, ints or tensors [B]; `sizes` are seqlen_q, seqlen_k, the rows of a statistic, and the left
+    and right bound of the band.
     """
 
     problem: Problem
     frame: Frame
     in_use: tuple[Any, Any]
     lowered: Lowered
-    lengths: Lengths
-    scoring: Scoring
-    dropout: Dropout | None
-    bias: torch.Tensor | None
+    base: Variant
+    extra: tuple[Any, ...]
     sizes: tuple[int | None, ...]
 
-    def variant(self, tile: TileConfig, *, transposed: bool = False, planned: bool = True) -> Variant:
-        """The variant for kernels with this tile.
+    def variant(
+        self, tile: TileConfig, *, transposed: bool = False, planned: bool = True
+    ) -> tuple[Variant, tuple[Any, ...]]:
+        """The variant for kernels with this tile, and what its compiled functions read.
 
         Args:
             tile: its rows and keys.
             transposed: for a kernel that walks rows for a tile of keys.
             planned: False for a kernel that tests every element, and so needs the whole mask as a test.
         """
-        visibility, plan = self._visibility(tile, planned), None
-        if not planned:
-            return Variant(self.lengths, self.scoring, visibility, None, self.dropout)
-        if self.lowered.blocks is not None or visibility.bounds is not None:
-            plan = plans.plan(self.lowered, self.frame, self.in_use, tile, transposed)
-        return Variant(self.lengths, self.scoring, visibility, plan, self.dropout)
-
-    def _visibility(self, tile: TileConfig, planned: bool) -> Visibility:
-        lowered, predicate, data = self.lowered, None, ()
-        residual = lowered.residual
-        blocks = lowered.blocks
+        lowered, extra = self.lowered, self.extra
+        residual, blocks = lowered.residual, lowered.blocks
         whole = blocks is not None and blocks.block_q % tile.block_m == 0 and blocks.block_k % tile.block_n == 0
         if blocks is not None and not (planned and whole):
             residual = blocks if residual is None else residual & blocks
+        fields = plans.bounds(lowered, self.frame)
         if residual is not None:
-            predicate, data = compiled.predicate(residual, self.problem.device)
-        bounds = plans.bounds(lowered, self.frame)
-        irregular = predicate is not None or bounds is not None
-        return Visibility(bounds, predicate, data, tl.constexpr(irregular), tl.constexpr(predicate is not None))
+            fields["predicate"], data = compiled.predicate(residual, self.problem.device, len(extra))
+            extra = (*extra, *data)
+        fields["irregular"] = tl.constexpr(bool(fields))
+        if planned and (blocks is not None or "bounds" in fields):
+            group = self.problem.group_size if transposed else 0
+            fields |= plans.plan(lowered, self.frame, self.in_use, tile, group)
+        return self.base._replace(**fields), extra
 
     def shape(self, tile: TileConfig) -> Shape:
         """Compile-time sizes."""
@@ -98,17 +94,9 @@ def prepare(problem: Problem, inputs: Inputs) -> Call:
     frame = Frame(0, problem.batch, problem.seqlen_q, problem.seqlen_k, problem.offset(*in_use), problem.device)
     lowered = problem.options.mask.lower(frame)
     stat_rows = inputs.q.shape[0] if problem.packed else problem.seqlen_q
-    return Call(
-        problem,
-        frame,
-        in_use,
-        lowered,
-        Lengths(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k),
-        _scoring(problem, inputs),
-        _dropout(problem, inputs),
-        inputs.bias,
-        (problem.seqlen_q, problem.seqlen_k, stat_rows, _bound(lowered.left), _bound(lowered.right)),
-    )
+    base, extra = _base(problem, inputs)
+    sizes = (problem.seqlen_q, problem.seqlen_k, stat_rows, _bound(lowered.left), _bound(lowered.right))
+    return Call(problem, frame, in_use, lowered, base, extra, sizes)
 
 
 def _bound(side: int | None) -> int | None:
@@ -123,21 +111,25 @@ def _lengths_in_use(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
     return len_q, len_k if inputs.seqused_k is None else inputs.seqused_k
 
 
-def _scoring(problem: Problem, inputs: Inputs) -> Scoring:
-    options, scale = problem.options, problem.softmax_scale
-    mod, dmod, aux = None, None, ()
+def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
+    """The variant without tests and plan, and what the score modification reads."""
+    options, extra = problem.options, ()
+    fields: dict[str, Any] = {
+        "cu_q": inputs.cu_seqlens_q,
+        "cu_k": inputs.cu_seqlens_k,
+        "used_k": inputs.seqused_k,
+        "scale": problem.softmax_scale,
+        "cap": options.softcap,
+    }
     if options.score_mod is not None:
-        mod, dmod, aux = compiled.score_functions(options.score_mod, problem.device)
-    slopes = None
+        fields["mod"], fields["dmod"], extra = compiled.score_functions(options.score_mod, problem.device)
     if inputs.alibi_slopes is not None:
-        by_head = inputs.alibi_slopes if inputs.alibi_slopes.ndim == 2 else inputs.alibi_slopes[None]
-        slopes = grid(by_head[:, :, None, None])
-    bias = None if inputs.bias is None else grid(inputs.bias)
-    plain = options.softcap is None and mod is None and slopes is None and bias is None
-    return Scoring(scale, tl.constexpr(plain), options.softcap, mod, dmod, aux, slopes, bias)
-
-
-def _dropout(problem: Problem, inputs: Inputs) -> Dropout | None:
-    if inputs.dropout_seed is None or not problem.has_dropout:
-        return None
-    return Dropout(inputs.dropout_seed.to(problem.device), problem.options.dropout_keep)
+        slopes = inputs.alibi_slopes
+        batch = 0 if slopes.ndim == 1 or slopes.shape[0] == 1 else slopes.stride(0)
+        fields |= {"slopes": slopes, "slopes_batch": batch, "slopes_head": slopes.stride(-1)}
+    if inputs.bias is not None:
+        fields |= zip(("bias", "bias_batch", "bias_head", "bias_q", "bias_k"), grid(inputs.bias), strict=True)
+    if inputs.dropout_seed is not None and problem.has_dropout:
+        fields |= {"seed": inputs.dropout_seed.to(problem.device), "keep": options.dropout_keep}
+    modified = options.softcap is not None or not fields.keys().isdisjoint(("mod", "slopes", "bias"))
+    return Variant(**fields, fold=tl.constexpr(not modified)), extra

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..block_masks import BlockMask
 from ..mask_algebra import Frame, Lowered, interval
 from ..tiles import TileConfig
-from .device import Plan, Rows
+from .device import HEAD_SHIFT
 
 # Index rows and bounds start at multiples of this: a stride is then always of one kind, and no length recompiles.
 PAD = 16
@@ -23,10 +23,10 @@ _FAR = 2**30
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def bounds(lowered: Lowered, frame: Frame) -> Rows | None:
-    """The per-row bounds as one tensor int32 [2, B|1, seqlen_q]: lower ones, then upper ones."""
+def bounds(lowered: Lowered, frame: Frame) -> dict[str, Any]:
+    """The fields of a variant for per-row bounds, as one tensor int32 [2, B|1, seqlen_q]: lower, then upper ones."""
     if lowered.row_lo is None and lowered.row_hi is None:
-        return None
+        return {}
     given = [side for side in (lowered.row_lo, lowered.row_hi) if side is not None]
     batch, length = max(side.shape[0] for side in given), _round_up(frame.seqlen_q, PAD)
     both = torch.empty(2, batch, length, dtype=torch.int32, device=frame.device)
@@ -35,48 +35,60 @@ def bounds(lowered: Lowered, frame: Frame) -> Rows | None:
             target.fill_(default)
         else:
             target[:, : frame.seqlen_q] = side
-    return Rows(both, 0 if batch == 1 else length, batch * length, 0)
+    return {"bounds": both, "bounds_batch": 0 if batch == 1 else length, "bounds_side": batch * length}
 
 
-def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool) -> Plan:
-    """The plan for this tile.
+def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, group: int) -> dict[str, Any]:
+    """The fields of a variant for the plan of this tile.
 
     Args:
         lowered, frame: the mask.
         lengths: rows and keys in use of each sequence, int tensors [B], or ints.
         tile: rows and keys of a kernel's tile.
-        transposed: list rows for tiles of keys.
+        group: 0 to list keys for tiles of rows; else list rows for tiles of keys, for all heads of a group of this
+            size: ``head << HEAD_SHIFT | tile``.
     """
     blocks = lowered.blocks
     if blocks is None or lowered.row_lo is not None or lowered.row_hi is not None or isinstance(frame.off, torch.Tensor):
-        return _listing(lowered, frame, lengths, tile, transposed)
+        return _listing(lowered, frame, lengths, tile, group)
     key = (
         blocks.tiles._version, blocks.block_q, blocks.block_k, lowered.left, lowered.right, lowered.residual is None,
-        frame.seqlen_q, frame.seqlen_k, frame.off, tile.block_m, tile.block_n, transposed,
+        frame.seqlen_q, frame.seqlen_k, frame.off, tile.block_m, tile.block_n, group,
     )  # fmt: skip
     plans = _kept.setdefault(blocks.tiles, {})
     if key not in plans:
-        plans[key] = _listing(lowered, frame, lengths, tile, transposed)
+        plans[key] = _listing(lowered, frame, lengths, tile, group)
     return plans[key]
 
 
-def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool) -> Plan:
-    some, full = _band_map(lowered, frame, lengths, tile, transposed)
+def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, group: int) -> dict[str, Any]:
+    some, full = _band_map(lowered, frame, lengths, tile, group)
     if lowered.blocks is not None:
         some_block, full_block = _block_map(lowered.blocks, frame, tile)
         some, full = some & some_block, full & full_block
     if lowered.residual is not None:
         full = torch.zeros_like(full)
     full = full & some
-    if transposed:
-        some, full = some.transpose(-1, -2), full.transpose(-1, -2)
+    if group:
+        some, full = (_by_group(x, group) for x in (some, full))
     width = _round_up(some.shape[-1] + 2, PAD)
     rows = torch.zeros(*some.shape[:-1], width, dtype=torch.int32, device=some.device)
     rows[..., 0], rows[..., 1] = full.sum(-1), some.sum(-1)
     rank = torch.where(full, 0, torch.where(some, 1, 2)).to(torch.int8)
-    rows[..., 2 : 2 + some.shape[-1]] = rank.argsort(dim=-1, stable=True)
+    order = rank.argsort(dim=-1, stable=True)
+    if group:
+        tiles = max(order.shape[-1] // group, 1)
+        order = (order // tiles << HEAD_SHIFT.value) | order % tiles
+    rows[..., 2 : 2 + some.shape[-1]] = order
     strides = [0 if size == 1 else stride for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
-    return Plan(rows, *strides, width)
+    return {"plan": rows, "plan_batch": strides[0], "plan_head": strides[1], "plan_row": width}
+
+
+def _by_group(tiles: torch.Tensor, group: int) -> torch.Tensor:
+    """From [B, H|1, rows, keys] to [B, Hkv|1, keys, group · rows]."""
+    heads = max(tiles.shape[1], group)
+    grouped = tiles.expand(-1, heads, -1, -1).unflatten(1, (heads // group, group))
+    return grouped.permute(0, 1, 4, 2, 3).flatten(3)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -84,7 +96,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _band_map(
-    lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, transposed: bool
+    lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bool [B|1, 1, tiles of rows, tiles of keys]: which the intervals touch, and which they cover."""
     lo, hi = interval(lowered, frame)
@@ -105,7 +117,7 @@ def _band_map(
         return nothing, nothing
     # A row that sees nothing touches no tile and covers none. One past the end only touches none where rows are the
     # program's own, and are loaded with care; where they stream past, a tile with such rows needs the test too.
-    free = 0 if transposed else _FAR
+    free = 0 if group else _FAR
     first = per_tile(torch.where(seen, lo, _FAR), _FAR).amin(2)[:, None, :, None]
     last = per_tile(torch.where(seen, hi, 0), 0).amax(2)[:, None, :, None]
     cover_lo = per_tile(torch.where(seen, lo, torch.where(absent, 0, _FAR)), 0).amax(2)[:, None, :, None]

@@ -1,0 +1,79 @@
+"""Compile kernels for a GPU that is not there, from the calls that the backend itself makes.
+
+Every launch is caught and compiled for the target instead; ptxas tells registers, spills and shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.compiler.compiler import compile as compile_source
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+# Shared memory that one program may use, in bytes.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+CLASSES = {80: "large", 89: "small", 90: "hopper"}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as ptxas made it."""
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+    log: str
+    ptx: str
+    sass: Callable[[], str]
+
+
+def _ptxas(ptx: str, arch: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", str(source), "-o", f"{source}.o"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -> Compiled:
+    """The kernel for the arguments of a launch."""
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    options = {"debug": False, "sanitize_overflow": False, **options}
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
+    options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    result = compile_source(source, target=target, options=options.__dict__)
+    log = _ptxas(result.asm["ptx"], arch)
+    (registers,) = re.findall(r"Used (\d+) registers", log)
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    return Compiled(
+        kernel.__name__, result.metadata.shared, int(registers), spilled, log, result.asm["ptx"], lambda: result.asm["sass"]
+    )
+
+
+@contextmanager
+def catching(arch: int) -> Iterator[list[Compiled]]:
+    """Within, kernels are compiled for `arch` where they would be launched; the list fills as they are."""
+    caught: list[Compiled] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        caught.append(compile_launch(self, arch, *args, **options))
+
+    original, JITFunction.run = JITFunction.run, run
+    try:
+        yield caught
+    finally:
+        JITFunction.run = original
