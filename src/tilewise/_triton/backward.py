@@ -11,7 +11,6 @@ HBM: reads q, do once and k, v once per tile of rows; then k, v once and q, do o
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -113,8 +112,9 @@ def _gather_dq(
         if variant.slopes is not None:
             dslope -= tl.sum(ds * device.distance(seq, rows, keys), 1)
         ds = product_gradient(ds, p, chain, variant, extra, seq, rows, keys, MASKED)
-        if MASKED and variant.irregular:
-            k_tile = device.zero_unseen(k_tile, p != 0.0, 0)
+        if MASKED:
+            # A key that is not finite has already made ds NaN for the rows that see it.
+            k_tile, _ = device.finite(k_tile)
         dq = device.dot_add(ds.to(k_tile.dtype), k_tile, dq)  # [M, D]
     return dq, dslope
 

@@ -75,8 +75,6 @@ class Variant(NamedTuple):
     bounds_batch: Any = None
     bounds_side: Any = None
     predicate: Any = None
-    # There are such tests, so a tile may hold keys that none of its rows sees though they lie inside its band.
-    irregular: Any = None
     # Tiles to visit where a band does not say: int32 [B|1, H|1, tiles, ...], a row being the number of tiles that need
     # no element test, the number of all, and their indices, those without test first.
     plan: Any = None
@@ -302,9 +300,10 @@ def visible(variant, extra, seq, rows, keys, left, right):
 
 
 @triton.jit
-def zero_unseen(tile, seen, AXIS: tl.constexpr):
-    """Zero the rows of `tile` that nothing sees, for 0 · NaN is NaN; `seen` has the other index along AXIS."""
-    return tl.where((tl.max(seen.to(tl.int32), AXIS) > 0)[:, None], tile, 0.0)
+def finite(tile):
+    """`tile` with NaN and infinities made 0, and which of its rows had any: 0 · NaN is NaN, also where p is 0."""
+    good = tl.abs(tile.to(tl.float32)) < float("inf")
+    return tl.where(good, tile, 0.0), tl.min(good.to(tl.int32), 1) == 0
 
 
 @triton.jit

@@ -57,8 +57,11 @@ def _attend(
             p = tl.where(device.keep_tile(variant, seq, m0, n0, shape), p, 0.0)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
-        if MASKED and variant.irregular:
-            v_tile = device.zero_unseen(v_tile, seen, 0)
+        if MASKED:
+            # What is not finite in v reaches the rows that see it, and no others.
+            v_tile, strange = device.finite(v_tile)
+            poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
+            acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
     return acc, l_i, m_i
 

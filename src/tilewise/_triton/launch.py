@@ -74,7 +74,6 @@ class Call:
         if residual is not None:
             fields["predicate"], data = compiled.predicate(residual, self.problem.device, len(extra))
             extra = (*extra, *data)
-        fields["irregular"] = tl.constexpr(bool(fields))
         if planned and (blocks is not None or "bounds" in fields):
             group = self.problem.group_size if transposed else 0
             fields |= plans.plan(lowered, self.frame, self.in_use, tile, group)
