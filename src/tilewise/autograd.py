@@ -7,11 +7,12 @@ arrangement per call and traces under `torch.compile(fullgraph=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from . import checks, dispatch, problem
 from .errors import UnsupportedError, fail
@@ -89,22 +90,32 @@ def _backward_fake(
     return [getattr(inputs, name).new_empty(getattr(inputs, name).shape) for name in needs.split()]
 
 
+def _no_vmap(*_: Any) -> NoReturn:
+    fix = "fold the mapped dimension into the batch: x.flatten(0, 1)"
+    fail(UnsupportedError, "attention", "a call, or a gradient, under torch.vmap", "batched tensors", fix)
+
+
 for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+    torch.library.register_vmap(f"tilewise::{_name}", _no_vmap, lib=_library)
 
 
 class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v, bias, ALiBi slopes and sinks, through the output and the LSE."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, options: str, max_seqlen_q: int, max_seqlen_k: int, *tensors: Any) -> Any:
-        inputs, extras = tensors[:_N_INPUTS], list(tensors[_N_INPUTS:])
-        out, lse = torch.ops.tilewise.forward(*inputs, extras, options, max_seqlen_q, max_seqlen_k)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.static = (options, max_seqlen_q, max_seqlen_k)
+    def forward(*arguments: Any) -> Any:
+        static, inputs, extras = arguments[:3], arguments[3 : 3 + _N_INPUTS], list(arguments[3 + _N_INPUTS :])
+        return torch.ops.tilewise.forward(*inputs, extras, *static)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.static = inputs[:3]
+        ctx.save_for_backward(*output, *inputs[3:])
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
@@ -113,18 +124,27 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * (3 + len(tensors))
         needs = " ".join(name for name, want in zip(DIFFERENTIABLE, wanted, strict=True) if want)
-        grads = iter(_FirstOrder.apply(needs, ctx.static, out, lse, do, dlse, *tensors))
+        # A compiled backward pass is never differentiated again: the compiler refuses that itself.
+        first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
+        grads = iter(first_order(needs, ctx.static, out, lse, do, dlse, *tensors))
         named = [next(grads) if want else None for want in wanted]
         return (None, None, None, *named, *(None,) * (len(tensors) - len(named)))
+
+
+def _gradients(needs: str, static: tuple[str, int, int], *tensors: Any) -> tuple[torch.Tensor, ...]:
+    stats, inputs, extras = tensors[:4], tensors[4 : 4 + _N_INPUTS], list(tensors[4 + _N_INPUTS :])
+    return tuple(torch.ops.tilewise.backward(*stats, needs, *inputs, extras, *static))
 
 
 class _FirstOrder(torch.autograd.Function):
     """The backward pass, with a backward of its own that says that there is none."""
 
+    generate_vmap_rule = True
+    forward = staticmethod(_gradients)
+
     @staticmethod
-    def forward(ctx: Any, needs: str, static: tuple[str, int, int], *tensors: Any) -> Any:
-        stats, inputs, extras = tensors[:4], tensors[4 : 4 + _N_INPUTS], list(tensors[4 + _N_INPUTS :])
-        return tuple(torch.ops.tilewise.backward(*stats, needs, *inputs, extras, *static))
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Nothing to keep: there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -137,19 +157,37 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
     """Output and LSE of a checked call, differentiable where its inputs ask for it."""
     extras: list[torch.Tensor] = []
     spec = options.encode(extras)
+    tensors: Sequence[torch.Tensor | None] = (*inputs, *extras)
     if torch.compiler.is_compiling():
-        inputs = _unshared(inputs)
+        _refuse_transforms()
+        tensors = _unshared(tensors)
+    elif forward_ad._current_level >= 0:
+        _refuse_tangents(inputs)
     if options.needs_grad:
-        return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *inputs, *extras)
-    return torch.ops.tilewise.forward(*inputs, extras, spec, max_seqlen_q, max_seqlen_k)
+        return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *tensors)
+    return torch.ops.tilewise.forward(*tensors[:_N_INPUTS], tensors[_N_INPUTS:], spec, max_seqlen_q, max_seqlen_k)
 
 
-def _unshared(inputs: Inputs) -> Inputs:
+def _unshared(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Views in place of repeated tensors: Dynamo refuses one tensor as two arguments of an autograd function."""
-    q, k, v = inputs[:3]
-    k = k.view_as(k) if k is q else k
-    v = v.view_as(v) if v is q or v is k or v is inputs.k else v
-    cu_k = inputs.cu_seqlens_k
-    if cu_k is not None and cu_k is inputs.cu_seqlens_q:
-        cu_k = cu_k.view_as(cu_k)
-    return inputs._replace(k=k, v=v, cu_seqlens_k=cu_k)
+    distinct: list[torch.Tensor | None] = []
+    for x in tensors:
+        distinct.append(x.view_as(x) if x is not None and any(x is y for y in distinct) else x)
+    return distinct
+
+
+@torch.compiler.assume_constant_result
+def _refuse_transforms() -> None:
+    """Raise if the compiler is inside a transform, where it hides which tensors need a gradient."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        fix = "transform the eager function, or compile one that calls torch.autograd.grad"
+        got = "a torch.func transform (grad, vjp, vmap, jvp) inside torch.compile"
+        fail(UnsupportedError, "attention", got, "torch.func outside torch.compile, except vmap and jvp", fix)
+
+
+def _refuse_tangents(inputs: Inputs) -> None:
+    """Raise if an input carries a tangent, which the operators would drop."""
+    for name, x in zip(DIFFERENTIABLE, inputs[: len(DIFFERENTIABLE)], strict=True):
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            fix = "use backward(), torch.func.grad or torch.func.vjp"
+            fail(UnsupportedError, name, "a tensor with a tangent (forward-mode, jvp)", "reverse-mode derivatives", fix)

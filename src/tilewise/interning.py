@@ -163,10 +163,10 @@ def encode_aux(aux: tuple[Any, ...], tensors: list[torch.Tensor]) -> str:
         if isinstance(value, torch.Tensor):
             text += f"('tensor',{len(tensors)}),"
             tensors.append(value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            text += f"('float','{value}'),"
-        else:
-            text += f"('number',{constant(value)!r}),"
+            continue
+        number = constant(value)
+        finite = isinstance(number, int) or math.isfinite(number)
+        text += f"('number',{number!r})," if finite else f"('float','{number}'),"
     return f"({text})"
 
 
