@@ -1,4 +1,4 @@
-"""The command line: ``tilewise info``, ``tilewise explain``, ``tilewise demo``."""
+"""The command line: ``tilewise info``, ``tilewise explain``, ``tilewise demo``, ``tilewise bench``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from . import __version__, dispatch, errors
 from .arguments import prepare
+from .bench import main as run_bench
 from .demo import DemoConfig
 from .demo import run as run_demo
 from .explain import explain as explain_call
@@ -143,6 +144,13 @@ def demo(
 ) -> None:
     """Train a byte-level model on the Python standard library with tiled attention, beside torch's own."""
     run_demo(DemoConfig(steps=steps, seed=seed, out=out))
+
+
+# The benchmarks read their own options, so that they run on machines that have neither typer nor rich.
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Time tilewise beside the other implementations that are installed; bench --help lists the options."""
+    raise typer.Exit(run_bench(context.args))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .. import errors
 from ..roofline import BACKWARD, FORWARD
 from . import peers, report, runner
 from .cases import DTYPES, SETS, Filters, select
@@ -60,7 +61,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _device(wanted: str | None) -> torch.device:
-    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() else "cpu"))
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted or here)
+    if device.type not in ("cpu", here):
+        errors.fail(errors.DeviceError, "device", repr(wanted), f"'{here}' here", "leave it out to choose")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
