@@ -28,6 +28,8 @@ from tilewise import (
 )
 from tilewise.errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError
 
+# The package without its types, to be called wrongly.
+loose: Any = tilewise
 INT_TYPES = (torch.int32, torch.int16, torch.uint8)
 Q, K, V = (torch.linspace(-1, 1, 2 * s * h * 8).view(2, s, h, 8) for s, h in ((6, 4), (7, 2), (7, 2)))
 X = torch.linspace(-1, 1, 10 * 2 * 8).view(10, 2, 8)
@@ -194,8 +196,8 @@ ADDED = {
     "score_mod_without_dfn": Bad(
         dense(q=Q.clone().requires_grad_(), score_mod=ScoreMod(doubled)), UnsupportedError, "score_mod", "without dfn"
     ),
-    "score_mod_fn": Bad(lambda: ScoreMod(3), ArgumentError, "ScoreMod.fn", "3"),
-    "score_mod_dfn": Bad(lambda: ScoreMod(doubled, 3), ArgumentError, "ScoreMod.dfn", "3"),
+    "score_mod_fn": Bad(lambda: loose.ScoreMod(3), ArgumentError, "ScoreMod.fn", "3"),
+    "score_mod_dfn": Bad(lambda: loose.ScoreMod(doubled, 3), ArgumentError, "ScoreMod.dfn", "3"),
     "score_mod_parameters": Bad(lambda: ScoreMod(lambda s: s), ArgumentError, "ScoreMod.fn", "with 1 parameters"),
     "score_mod_aux_count": Bad(
         lambda: ScoreMod(lambda s, b, h, q, k: s, aux=(1,)), ArgumentError, "ScoreMod.fn", "with 5 parameters"
@@ -263,19 +265,21 @@ MASKS = (
         ),
         "align": Bad(lambda: Causal("left"), ArgumentError, "Causal.align", "'left'"),
         "and_word": Bad(lambda: Causal() and Window(1, 0), ArgumentError, "mask", "truth value"),
-        "and_function": Bad(lambda: Causal() & sees, ArgumentError, "operand of &", "function"),
-        "tensor_and": Bad(lambda: bools(2, 2) & Causal(), ArgumentError, "operand of &", "Tensor"),
-        "or_none": Bad(lambda: Causal() | None, ArgumentError, "operand of |", "NoneType"),
+        "and_function": Bad(lambda: loose.Causal() & sees, ArgumentError, "operand of &", "function"),
+        "tensor_and": Bad(lambda: bools(2, 2) & loose.Causal(), ArgumentError, "operand of &", "Tensor"),
+        "or_none": Bad(lambda: loose.Causal() | None, ArgumentError, "operand of |", "NoneType"),
         "document_lengths": Bad(dense(mask=Document(i64(*[0] * 6))), ShapeError, "Document.k_ids", "shape [6]"),
         "document_batch": Bad(
             dense(mask=Document(torch.zeros(3, 6).long(), i64(*[0] * 7))), ShapeError, "Document.q_ids", "shape [3, 6]"
         ),
         "document_dtype": Bad(lambda: Document(torch.zeros(3)), ShapeError, "Document.q_ids", "torch.float32 [3]"),
-        "document_list": Bad(lambda: Document([0, 0]), ShapeError, "Document.q_ids", "list"),
+        "document_list": Bad(lambda: loose.Document([0, 0]), ShapeError, "Document.q_ids", "list"),
         "document_negative": Bad(
             lambda: Document.from_lengths([2, -1]), ArgumentError, "Document.from_lengths", "[2, -1]"
         ),
-        "document_float": Bad(lambda: Document.from_lengths([2.5]), ArgumentError, "Document.from_lengths", "[2.5]"),
+        "document_float": Bad(
+            lambda: loose.Document.from_lengths([2.5]), ArgumentError, "Document.from_lengths", "[2.5]"
+        ),
         "document_elsewhere": Bad(
             dense(mask=Document(META(6, dtype=torch.int64), i64(*[0] * 7))), DeviceError, "Document.q_ids", "meta"
         ),
@@ -294,9 +298,9 @@ MASKS = (
             packed(mask=BlockMask(bools(1, 1, 1, 1), 8, 8)), UnsupportedError, "mask", "BlockMask with packed"
         ),
         "block_0": Bad(lambda: BlockMask.longformer(100, block=0), ArgumentError, "block", "0"),
-        "block_q_float": Bad(lambda: BlockMask(bools(1, 1, 1, 1), 64.0, 64), ArgumentError, "block_q", "64.0"),
+        "block_q_float": Bad(lambda: loose.BlockMask(bools(1, 1, 1, 1), 64.0, 64), ArgumentError, "block_q", "64.0"),
         "random_blocks": Bad(lambda: BlockMask.bigbird(100, random_blocks=-1), ArgumentError, "random_blocks", "-1"),
-        "from_function": Bad(lambda: BlockMask.from_mask(sees, 5, 5), ArgumentError, "from_mask", "function"),
+        "from_function": Bad(lambda: loose.BlockMask.from_mask(sees, 5, 5), ArgumentError, "from_mask", "function"),
         "from_mask_words": Bad(lambda: BlockMask.from_mask(Causal(), 5, 5, foo=1), ArgumentError, "from_mask", "foo"),
     }
 )
