@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "large: shapes that Triton's interpreter takes minutes for; deselected there")
+    config.addinivalue_line("markers", "large: takes Triton's interpreter long, or adds little there; deselected there")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     for owner, name in _POISONED:

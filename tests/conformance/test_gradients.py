@@ -17,8 +17,10 @@ from .calls import Call, Draw, Shape, cotangents, dense, packed
 from .features import FEATURES
 from .verify import assert_same, attend, compute, declines, verify
 
-SHAPE = Shape(2, 19, 27, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=8)
+SHAPE = Shape(2, 19, 27, heads_q=2, heads_kv=1, head_dim=16, head_dim_v=8)
 SUBSETS = [subset for n in range(1, 7) for subset in combinations(DIFFERENTIABLE, n)]
+# One alone, and all together, are the corners; the others follow where a kernel decides for each by itself.
+MARKED = [subset if len(subset) in (1, 6) else pytest.param(subset, marks=pytest.mark.large) for subset in SUBSETS]
 
 
 def _call(target: Target, shape: Shape = SHAPE, dtype: torch.dtype = torch.float32, **options: Any) -> Call:
@@ -31,7 +33,7 @@ def _call(target: Target, shape: Shape = SHAPE, dtype: torch.dtype = torch.float
     return dense(shape, dtype, draw, causal=True, **tensors, **options)
 
 
-@pytest.mark.parametrize("needs", SUBSETS, ids=" ".join)
+@pytest.mark.parametrize("needs", MARKED, ids=" ".join)
 def test_only_what_is_asked_for(target: Target, needs: tuple[str, ...]) -> None:
     """Every subset gives the gradients that all of them together give, and no other input gets one."""
     call = _call(target, deterministic=True)
@@ -107,14 +109,14 @@ def test_finite_differences(target: Target, feature: str) -> None:
 
 
 @pytest.mark.parametrize("feature", ["plain", "causal", "everything", "documents_unsorted", "blocks_odd", "or_of_ands"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.large)], ids=str)
 def test_bitwise_repeatable(target: Target, feature: str, dtype: torch.dtype) -> None:
-    shape, draw = Shape(2, 67, 71, heads_q=4, heads_kv=2), Draw(target.device)
+    shape, draw = Shape(1, 67, 71, heads_q=2, heads_kv=1), Draw(target.device)
     options = {**FEATURES[feature](shape, dtype, draw), "deterministic": True}
     call = dense(shape, dtype, draw, **options)
     wanted = cotangents(call, Draw(target.device, seed=1))
     first = compute(target, call, wanted)
-    for _ in range(3):
+    for _ in range(1 if target.interpreted else 5):
         assert_same(compute(target, call, wanted), first)
 
 

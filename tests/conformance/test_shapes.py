@@ -28,6 +28,9 @@ HEAD_DIMS = [
 OPTIONS = ("plain", "causal", "window_two_sided", "everything")
 
 
+NOT_BOTH = [pytest.param("causal", marks=pytest.mark.large), "everything"]
+
+
 def _verify(target: Target, shape: Shape, feature: str, dtype: torch.dtype = torch.float32) -> None:
     draw = Draw(target.device)
     verify(target, dense(shape, dtype, draw, **FEATURES[feature](shape, dtype, draw)))
@@ -47,7 +50,7 @@ def test_empty_with_tensors_of_its_own(target: Target, shape: Shape, feature: st
     _verify(target, shape, feature)
 
 
-@pytest.mark.parametrize("feature", ["causal", "everything"])
+@pytest.mark.parametrize("feature", NOT_BOTH)
 @pytest.mark.parametrize("shape", TILE_EDGES, ids=str)
 def test_tile_edges(target: Target, shape: Shape, feature: str) -> None:
     _verify(target, shape, feature)
@@ -65,13 +68,13 @@ def test_many_tile_edges(target: Target, shape: Shape, feature: str) -> None:
     _verify(target, shape, feature)
 
 
-@pytest.mark.parametrize("feature", ["causal", "everything"])
+@pytest.mark.parametrize("feature", NOT_BOTH)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_heads(target: Target, shape: Shape, feature: str) -> None:
     _verify(target, shape, feature)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.large)], ids=str)
 @pytest.mark.parametrize("shape", HEAD_DIMS, ids=str)
 def test_head_dims(target: Target, shape: Shape, dtype: torch.dtype) -> None:
     _verify(target, shape, "causal", dtype)

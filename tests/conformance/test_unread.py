@@ -15,8 +15,8 @@ from tilewise import masks
 from .calls import Call, Draw, Result, Shape, cotangents, dense, packed
 from .verify import assert_same, compute, declines
 
-SHAPE = Shape(2, 29, 83, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=16)
-FILLS = {"nan": float("nan"), "inf": float("inf")}
+SHAPE = Shape(2, 29, 83, heads_q=2, heads_kv=1, head_dim=16, head_dim_v=16)
+FILLS = [float("nan"), pytest.param(float("inf"), marks=pytest.mark.large)]
 
 
 def _holes(n: int, device: str) -> torch.Tensor:
@@ -67,14 +67,14 @@ def _compute_with(target: Target, call: Call, hidden: torch.Tensor, value: float
 
 
 @pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("names", ["k", "v", "kv"])
+@pytest.mark.parametrize("names", [*(pytest.param(name, marks=pytest.mark.large) for name in "kv"), "kv"])
 @pytest.mark.parametrize("what", HIDDEN)
-def test_keys_that_nobody_sees(target: Target, what: str, names: str, fill: str) -> None:
+def test_keys_that_nobody_sees(target: Target, what: str, names: str, fill: float) -> None:
     options, hidden = HIDDEN[what](target.device)
     call = dense(SHAPE, torch.float32, Draw(target.device), deterministic=True, **options)
     if declines(target, call):
         return
-    got = _compute_with(target, call, hidden, FILLS[fill], names)
+    got = _compute_with(target, call, hidden, fill, names)
     assert_same(got, _compute_with(target, call, hidden, 0.0, names))
     assert bool(torch.isfinite(got.out).all()) and not got.grads["k"][:, hidden].count_nonzero()
 
@@ -84,8 +84,8 @@ def test_keys_that_nobody_sees(target: Target, what: str, names: str, fill: str)
     [
         {"softcap": 2.0},
         {"dropout_p": 0.4, "dropout_seed": 3},
-        {"alibi_slopes": [0.5, 0.25, 0.1, 1.0]},
-        {"sinks": [0.0, 1.0, -1.0, 2.0]},
+        {"alibi_slopes": [0.5, 0.1]},
+        {"sinks": [0.0, -1.0]},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -121,7 +121,7 @@ def test_hidden_bias(target: Target) -> None:
 
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 0)}], ids=["plain", "causal", "window"])
-def test_packed_keys_not_in_use(target: Target, options: dict[str, Any], fill: str) -> None:
+def test_packed_keys_not_in_use(target: Target, options: dict[str, Any], fill: float) -> None:
     used = torch.tensor([3, 5, 0, 20, 0], dtype=torch.int32, device=target.device)
     call = packed([10, 0, 23, 37, 1], [20, 5, 7, 50, 33], Draw(target.device), seqused_k=used, **options)
     call.options["deterministic"] = True
@@ -130,7 +130,7 @@ def test_packed_keys_not_in_use(target: Target, options: dict[str, Any], fill: s
     row = torch.arange(call.k.shape[0], device=target.device)
     member = torch.searchsorted(starts, row, right=True) - 1
     hidden = row >= starts[member] + used.long()[member]
-    assert_same(_compute_with(target, call, hidden, FILLS[fill]), _compute_with(target, call, hidden, 0.0))
+    assert_same(_compute_with(target, call, hidden, fill), _compute_with(target, call, hidden, 0.0))
 
 
 def test_packed_keys_before_a_window(target: Target) -> None:
@@ -142,7 +142,7 @@ def test_packed_keys_before_a_window(target: Target) -> None:
 
 def test_inputs_are_never_written(target: Target) -> None:
     draw = Draw(target.device)
-    call = dense(SHAPE, torch.float32, draw, causal=True, bias=draw.normal(4, 29, 83), sinks=draw.normal(4))
+    call = dense(SHAPE, torch.float32, draw, causal=True, bias=draw.normal(2, 29, 83), sinks=draw.normal(2))
     before = {name: x.clone() for name, x in call.tensors().items()}
     wanted = cotangents(call, Draw(target.device, seed=1))
     kept = [x.clone() for x in wanted if x is not None]

@@ -14,6 +14,7 @@ from .calls import Call, Draw, cotangents, offsets, packed
 from .features import CURVE, near, striped
 from .verify import assert_same, attend, compute, verify
 
+SHORT = [pytest.param(dtype, marks=pytest.mark.large) for dtype in (torch.float16, torch.bfloat16)]
 LENGTHS = ([10, 0, 23, 37, 1], [20, 5, 0, 50, 33])
 
 OPTIONS: dict[str, Any] = {
@@ -43,7 +44,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *SHORT], ids=str)
 @pytest.mark.parametrize("feature", OPTIONS)
 def test_feature(target: Target, feature: str, dtype: torch.dtype) -> None:
     draw = Draw(target.device)
