@@ -11,7 +11,7 @@ import tilewise
 from targets import Target
 
 from .calls import Draw, Shape, cotangents, dense
-from .verify import compare, compute, verify
+from .verify import attend, compare, compute, verify
 
 SHAPE = Shape(2, 45, 21, heads_q=4, heads_kv=2)
 
@@ -95,6 +95,25 @@ def test_equal_logits_of_any_size_weigh_the_same(target: Target, logit: float) -
     torch.testing.assert_close(got.out[0, :, 0].double(), mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.lse.double(), (logit + weight.sum(-1).log()).expand(1, 2, 40), rtol=1e-6, atol=1e-4)
     compare(call.with_tensors(q=q, k=k), got, (torch.ones_like(call.q), None))
+
+
+def test_huge_logits_of_one_key(target: Target) -> None:
+    """Scale times score rounds one way: the weight of the only key is 1, forward and in the backward pass."""
+    call = dense(Shape(1, 1, 1, 1, 1, 64, 64), torch.bfloat16, Draw(target.device))
+    huge = torch.full_like(call.q, 133120.0)
+    got = compute(target, call.with_tensors(q=huge, k=huge, v=huge), (torch.ones_like(huge), None))
+    assert torch.equal(got.out, huge)
+    assert float(got.lse) == pytest.approx(141767475200.0, rel=2**-23)
+    assert torch.equal(got.grads["v"], torch.ones_like(huge))
+    assert not got.grads["q"].count_nonzero() and not got.grads["k"].count_nonzero()
+
+
+def test_huge_equal_logits(target: Target) -> None:
+    for sign in (1.0, -1.0):
+        call = dense(Shape(1, 5, 5, 1, 1, 64, 64), torch.bfloat16, Draw(target.device))
+        huge = torch.full_like(call.q, 133120.0)
+        out, _ = attend(target, call.with_tensors(q=huge, k=sign * huge, v=huge))
+        assert torch.equal(out, huge)
 
 
 def test_softcap_of_huge_scores_saturates(target: Target) -> None:

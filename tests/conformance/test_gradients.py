@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import tilewise
 from targets import Target
 from tilewise.arguments import prepare
 from tilewise.problem import DIFFERENTIABLE
@@ -80,15 +79,6 @@ def test_forward_is_the_same_with_and_without_gradient(target: Target) -> None:
         with_gradient = compute(target, call, (None, None))
         out, lse = attend(target, call)
         assert torch.equal(out, with_gradient.out) and torch.equal(lse, with_gradient.lse)
-
-
-def test_no_second_derivative(target: Target) -> None:
-    call = _call(target)
-    q = call.q.detach().requires_grad_()
-    out, _ = attend(target, call.with_tensors(q=q))
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(tilewise.errors.UnsupportedError, match="second derivative"):
-        dq.square().sum().backward()
 
 
 @pytest.mark.parametrize("feature", FEATURES)

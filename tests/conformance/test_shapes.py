@@ -90,6 +90,18 @@ def test_each_query_head_reads_its_group(target: Target) -> None:
     torch.testing.assert_close(out, expected.expand(out.shape).float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 128, 256])
+def test_upper_half_of_the_head_dim(target: Target, head_dim: int) -> None:
+    """The whole signal lies in the upper components: row i must pick key i."""
+    half, draw = head_dim // 2, Draw(target.device)
+    call = dense(Shape(1, 8, 8, 1, 1, head_dim, head_dim), torch.float32, draw, softmax_scale=1.0)
+    one_hot = torch.zeros(1, 8, 1, head_dim, device=target.device)
+    one_hot[0, :, 0, half : half + 8] = 10.0 * torch.eye(8, device=target.device)
+    v = torch.cat([torch.zeros_like(call.v[..., :half]), call.v[..., half:]], dim=-1)
+    out, _ = attend(target, call.with_tensors(q=one_hot, k=one_hot, v=v))
+    torch.testing.assert_close(out, v)
+
+
 @pytest.mark.parametrize(
     "lengths, options, seen",
     [

@@ -140,6 +140,14 @@ def test_packed_keys_before_a_window(target: Target) -> None:
     assert_same(_compute_with(target, call, hidden, float("nan")), _compute_with(target, call, hidden, 0.0))
 
 
+def test_fresh_memory_is_poisoned() -> None:
+    """The suite rests on it: what the package allocates and does not write is NaN."""
+    code = "found = [torch.empty(3), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (1,))]"
+    package: dict[str, Any] = {"__name__": "tilewise.somewhere", "torch": torch, "x": torch.zeros(4)}
+    exec(code, package)
+    assert all(bool(x.isnan().all()) for x in package["found"])
+
+
 def test_inputs_are_never_written(target: Target) -> None:
     draw = Draw(target.device)
     call = dense(SHAPE, torch.float32, draw, causal=True, bias=draw.normal(2, 29, 83), sinks=draw.normal(2))
