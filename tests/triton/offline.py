@@ -52,7 +52,9 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options = {"debug": False, "sanitize_overflow": False, **options}
-    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     source = ASTSource(kernel, signature, constants, attributes)
     result = compile_source(source, target=target, options=options.__dict__)
@@ -60,7 +62,13 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
     (registers,) = re.findall(r"Used (\d+) registers", log)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     return Compiled(
-        kernel.__name__, result.metadata.shared, int(registers), spilled, log, result.asm["ptx"], lambda: result.asm["sass"]
+        kernel.__name__,
+        result.metadata.shared,
+        int(registers),
+        spilled,
+        log,
+        result.asm["ptx"],
+        lambda: result.asm["sass"],
     )
 
 

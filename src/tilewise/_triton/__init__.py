@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 import triton
 
 from .. import errors, tiles
@@ -23,7 +24,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_HEAD_DIM = 512
 
 
-def unsupported_reasons(problem: Problem) -> list[str]:
+def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a problem; empty if it can."""
     reasons = []
     if problem.device.type == "cpu" and not triton.knobs.runtime.interpret:

@@ -11,8 +11,9 @@ HBM: reads q, do once and k, v once per tile of rows; then k, v once and q, do o
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+import triton
 
 from . import device
 from .device import LOG2E
@@ -60,7 +61,11 @@ def score_tile_gradient(
         chain = device.scores(qk, variant, extra, seq, rows, keys)
     s = chain.s
     if MASKED:
-        s = tl.where(device.visible(variant, extra, seq, rows, keys, left, right), s, float("-inf"))
+        seen = device.visible(variant, extra, seq, rows, keys, left, right)
+        if TRANSPOSED:
+            # An lse of +inf makes the probabilities of rows past the end 0, except beside a key that is NaN.
+            seen = seen & (rows < seq.len_q)
+        s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s - lse2)
     dropped = p
     if variant.seed is not None:
@@ -78,12 +83,13 @@ def score_tile_gradient(
 
 
 @triton.jit
-def product_gradient(ds, p, chain, variant, extra, seq, rows, keys, MASKED: tl.constexpr):
-    """The gradient of ``scale q·k`` from that of the score."""
+def product_gradient(ds, chain, variant, extra, seq, rows, keys, MASKED: tl.constexpr):
+    """The gradient of ``scale q·k`` from that of the score, in which it is linear."""
     if not variant.fold:
-        ds = device.scores_gradient(ds, chain, variant, extra, seq, rows, keys)
+        gradient = device.scores_gradient(ds, chain, variant, extra, seq, rows, keys)
         if MASKED:
-            ds = tl.where(p == 0.0, 0.0, ds)
+            gradient = tl.where(ds == 0.0, 0.0, gradient)
+        ds = gradient
     return ds
 
 
@@ -107,11 +113,12 @@ def _gather_dq(
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         p, ds, chain = score_tile_gradient(
-            qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right, MASKED, False
+            qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right,
+            MASKED, False,
         )  # fmt: skip
         if variant.slopes is not None:
             dslope -= tl.sum(ds * device.distance(seq, rows, keys), 1)
-        ds = product_gradient(ds, p, chain, variant, extra, seq, rows, keys, MASKED)
+        ds = product_gradient(ds, chain, variant, extra, seq, rows, keys, MASKED)
         if MASKED:
             # A key that is not finite has already made ds NaN for the rows that see it.
             k_tile, _ = device.finite(k_tile)
@@ -193,13 +200,18 @@ def _gather_dkv(
             lse2_rows = tl.load(lse2 + stat)
             delta_rows = tl.load(delta + stat)
         qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
-        dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
+        dp = qk
+        if shape.WANT_K:
+            dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
         p, ds, chain = score_tile_gradient(
-            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left, right, MASKED, True
+            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left, right,
+            MASKED, True,
         )  # fmt: skip
-        dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]
-        ds = product_gradient(ds, p, chain, variant, extra, own, rows, keys, MASKED)
-        dk = device.dot_add(ds.to(q_tile.dtype), q_tile, dk)  # [N, D]
+        if shape.WANT_V:
+            dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]
+        if shape.WANT_K:
+            ds = product_gradient(ds, chain, variant, extra, own, rows, keys, MASKED)
+            dk = device.dot_add(ds.to(q_tile.dtype), q_tile, dk)  # [N, D]
     return dk, dv
 
 
@@ -229,9 +241,13 @@ def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, extra, shape, seqlen_q
     dv_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
     span = device.rows_of(seq, n0, left, right, shape)
     dk_tile, dv_tile = device.walk(
-        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n, right
+        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n,
+        right,
     )  # fmt: skip
-    dk_ptr = device.row_ptr(dk, b, seq.k_start + n0, head_kv)
-    dv_ptr = device.row_ptr(dv, b, seq.k_start + n0, head_kv)
-    device.store_rows(dk_ptr, dk.seq, offs_n, keys_left, dk_tile * variant.scale, shape.HEAD_DIM, shape.BLOCK_D)
-    device.store_rows(dv_ptr, dv.seq, offs_n, keys_left, dv_tile, shape.HEAD_DIM_V, shape.BLOCK_DV)
+    if shape.WANT_K:
+        dk_ptr = device.row_ptr(dk, b, seq.k_start + n0, head_kv)
+        dk_tile *= variant.scale
+        device.store_rows(dk_ptr, dk.seq, offs_n, keys_left, dk_tile, shape.HEAD_DIM, shape.BLOCK_D)
+    if shape.WANT_V:
+        dv_ptr = device.row_ptr(dv, b, seq.k_start + n0, head_kv)
+        device.store_rows(dv_ptr, dv.seq, offs_n, keys_left, dv_tile, shape.HEAD_DIM_V, shape.BLOCK_DV)

@@ -9,8 +9,9 @@ HBM: reads q, k, v, do once per score tile. *Not here*: packed sequences, whose 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+import triton
 
 from ..tiles import TileConfig
 from . import device, launch
@@ -129,7 +130,7 @@ def dbias(
         programs *= count if mine else 1
     if programs and grad.numel():
         dbias_kernel[(programs,)](
-            *operands, launch.grid(grad), *stats, *call.variant(tile, planned=False), call.shape(tile), problem.batch, *call.sizes,
-            *own, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            *operands, launch.grid(grad), *stats, *call.variant(tile, planned=False), call.shape(tile),
+            problem.batch, *call.sizes, *own, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return grad

@@ -17,13 +17,14 @@ import itertools
 import linecache
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-import triton
 import triton.language as tl
+
+import triton
 
 from .. import errors, masks
 from ..interning import intern, lookup
@@ -87,7 +88,9 @@ FUNCTIONS = {
 
 def _refuse(fn: Callable[..., Any], why: str, fix: str) -> NoReturn:
     name = getattr(fn, "__qualname__", repr(fn))
-    errors.fail(errors.UnsupportedError, name, why, "functions that Triton can compile (tilewise._triton.compiled)", fix)
+    errors.fail(
+        errors.UnsupportedError, name, why, "functions that Triton can compile (tilewise._triton.compiled)", fix
+    )
 
 
 def _starts_at(node: ast.AST, line: int) -> bool:
@@ -115,7 +118,9 @@ def _definition(fn: FunctionType) -> tuple[list[str], list[ast.stmt]]:
                     _refuse(fn, "*, ** or default parameters", "name every parameter")
                 found[ast.dump(node)] = node
     if len(found) != 1:
-        _refuse(fn, f"a function whose source is not found for certain ({len(found)} candidates)", "use def on its own line")
+        _refuse(
+            fn, f"a function whose source is not found for certain ({len(found)} candidates)", "use def on its own line"
+        )
     (node,) = found.values()
     if isinstance(node, ast.Lambda):
         return names, [ast.Return(node.body)]
@@ -158,7 +163,9 @@ class _Rewrite(ast.NodeTransformer):
         index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         slot, rank = self.tables[node.value.id]
         if len(index) != rank:
-            _refuse(self.fn, f"{len(index)} indices into the {rank}-dimensional {node.value.id!r}", "index every dimension")
+            _refuse(
+                self.fn, f"{len(index)} indices into the {rank}-dimensional {node.value.id!r}", "index every dimension"
+            )
         place = ast.parse(f"_at({_slots(slot, rank)})", mode="eval").body
         assert isinstance(place, ast.Call)
         place.args.append(ast.Tuple([self.visit(i) for i in index], ast.Load()))
@@ -172,13 +179,17 @@ class _Rewrite(ast.NodeTransformer):
             self.generic_visit(node)
             return node
         if node.attr not in FUNCTIONS:
-            _refuse(self.fn, f"a call of torch.{node.attr}", f"use operators and torch.{', torch.'.join(sorted(FUNCTIONS))}")
+            _refuse(
+                self.fn, f"a call of torch.{node.attr}", f"use operators and torch.{', torch.'.join(sorted(FUNCTIONS))}"
+            )
         return self._bind(FUNCTIONS[node.attr], f"_torch_{node.attr}")
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         name = node.id
         if name in self.tables and self.tables[name][1]:
-            _refuse(self.fn, f"the tensor {name!r} used without an index", "index every dimension: table[h], table[q - k]")
+            _refuse(
+                self.fn, f"the tensor {name!r} used without an index", "index every dimension: table[h], table[q - k]"
+            )
         if name in self.local:
             return node
         value = self.outer.get(name)
@@ -188,7 +199,11 @@ class _Rewrite(ast.NodeTransformer):
             return self._bind(tl.abs, "_abs")
         if isinstance(value, FunctionType):
             return self._bind(device_function(intern(value)), f"_{name}_{intern(value)}")
-        _refuse(self.fn, f"{name!r} from outside, a {type(value).__name__}", "capture numbers only; pass tensors through aux=")
+        _refuse(
+            self.fn,
+            f"{name!r} from outside, a {type(value).__name__}",
+            "capture numbers only; pass tensors through aux=",
+        )
 
     def _bind(self, value: Any, name: str) -> ast.Name:
         self.bound[name] = value
@@ -234,8 +249,10 @@ def _ranks(aux: tuple[Any, ...]) -> tuple[int | None, ...]:
     return tuple(value.ndim if isinstance(value, torch.Tensor) else None for value in aux)
 
 
-@lru_cache(maxsize=None)
-def device_function(number: int, ranks: tuple[int | None, ...] = (), positions: int | None = None, first: int = 0) -> Any:
+@cache
+def device_function(
+    number: int, ranks: tuple[int | None, ...] = (), positions: int | None = None, first: int = 0
+) -> Any:
     """The interned function `number` for kernels, as ``fn(*positional, extra)``.
 
     Args:
@@ -328,7 +345,9 @@ class _Composer:
                 self.put(value)
             function = device_function(number, ranks, 4, slot)
             return self.call(f"_user_{number}_{slot}", function, "b", "h", "q", "k", "extra")
-        errors.fail(errors.UnsupportedError, "mask", type(mask).__name__, "the masks of tilewise.masks", "use Predicate")
+        errors.fail(
+            errors.UnsupportedError, "mask", type(mask).__name__, "the masks of tilewise.masks", "use Predicate"
+        )
 
     def document(self, ids: torch.Tensor, position: str) -> str:
         ids = ids if ids.ndim == 2 else ids[None]

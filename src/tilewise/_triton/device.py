@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
+
+import triton
 
 # exp2 is one instruction, so softmax runs in base 2.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,7 +88,10 @@ class Variant(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Compile-time sizes; BLOCK_D and BLOCK_DV are the head dims, padded to powers of two."""
+    """Compile-time sizes; BLOCK_D and BLOCK_DV are the head dims, padded to powers of two.
+
+    WANT_K and WANT_V: which of dk and dv a kernel for them computes.
+    """
 
     HEADS: Any
     GROUP: Any
@@ -98,6 +102,8 @@ class Shape(NamedTuple):
     BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
+    WANT_K: Any
+    WANT_V: Any
 
 
 class Sequence(NamedTuple):
@@ -354,13 +360,19 @@ def walk(
         row += own_tile.to(tl.int64) * variant.plan_row
         full = tl.load(row)
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, row + 2, 0, full, False)
-        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, row + 2, full, tl.load(row + 1), True)
+        state = body(
+            state, tiles, a, b, seq, span, variant, extra, shape, left, right, row + 2, full, tl.load(row + 1), True
+        )
     elif variant.predicate is not None:
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.hi, True)
     else:
         if low_edge is not None:
-            state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.full_lo, True)
-        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False)
+            state = body(
+                state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.full_lo, True
+            )
+        state = body(
+            state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False
+        )
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_hi, span.hi, True)
     return state
 
@@ -405,15 +417,22 @@ def _span(first, full_first, full_last, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep_tile(variant, seq, m0, n0, shape):
-    """The dropout mask of a tile, [M, N]: one Philox call for eight elements (`tilewise.dropout`)."""
+    """The dropout mask of a tile, [M, N]: one Philox call for eight elements (see `tilewise.dropout`)."""
+    # Calls cover 32 columns, of which a narrower tile is a part.
+    WIDTH: tl.constexpr = max(shape.BLOCK_N, 32)
     rows = m0 + tl.arange(0, shape.BLOCK_M)
-    calls = n0 // 8 + tl.arange(0, shape.BLOCK_N // 8)
-    c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, shape.BLOCK_N // 8)).to(tl.uint32)
-    c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, shape.BLOCK_N // 8)).to(tl.uint32)
+    calls = n0 // 32 * 4 + tl.arange(0, WIDTH // 8)
+    c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
+    c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
     c2 = c0 * 0 + (seq.b * shape.HEADS + seq.h).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
     halves = tl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
-    halves = halves.reshape(shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4, 2)  # [M, group, thread, word, half]
-    halves = tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, shape.BLOCK_N)
-    return halves < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)
+    halves = halves.reshape(shape.BLOCK_M, WIDTH // 32, 4, 4, 2)  # [M, group, thread, word, half]
+    halves = tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, WIDTH)
+    keep = halves < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)
+    if shape.BLOCK_N < 32:
+        parts = keep.reshape(shape.BLOCK_M, 32 // shape.BLOCK_N, shape.BLOCK_N).to(tl.int32)
+        mine = tl.arange(0, 32 // shape.BLOCK_N) == n0 % 32 // shape.BLOCK_N
+        keep = tl.max(tl.where(mine[None, :, None], parts, 0), 1) > 0
+    return keep

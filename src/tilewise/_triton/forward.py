@@ -8,8 +8,9 @@ Algorithm 1 of FlashAttention-2 (Dao, 2023). HBM: reads q once and k, v once per
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
+
+import triton
 
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
@@ -21,7 +22,7 @@ from .device import LN2, LOG2E
 def _attend(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The loop body (see `device.walk`): a, b are k and v, `tiles` the tile of q, its first row, and where key 0 and its value lie."""
+    """The loop body (see `device.walk`) with k, v as a, b; `tiles`: of q, its first row, and where keys and values begin."""
     acc, l_i, m_i = state
     q_tile, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
@@ -124,8 +125,7 @@ def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.T
     if grid:
         with launch.on(q.device):
             forward_kernel[(grid,)](
-                launch.rows(q, problem), launch.rows(inputs.k, problem), launch.rows(inputs.v, problem), launch.rows(out, problem),
-                lse, sinks, *call.variant(tile), call.shape(tile), *call.sizes,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
+                *call.variant(tile), call.shape(tile), *call.sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
     return out, lse

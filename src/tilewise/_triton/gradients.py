@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 import triton
 
 from ..problem import Inputs, Problem
@@ -15,6 +16,9 @@ from .bias import dbias
 from .device import Rows
 
 Tiles = dict[str, TileConfig]
+
+# Above this head dim dk and dv do not fit into registers together, and computing the scores once more costs less.
+TOGETHER = 128
 
 
 def backward(
@@ -37,14 +41,18 @@ def backward(
         do = do.contiguous()
     result: dict[str, torch.Tensor] = {}
     with launch.on(problem.device):
-        stats = _statistics(call, (out, lse), (do, dlse), tiles["delta"])
+        stats = statistics(call, (out, lse), (do, dlse), tiles["delta"])
         operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
-            result["q"], slopes = _dq(call, operands, stats, tiles["dq"], inputs)
+            result["q"], slopes = gradient_of_q(call, operands, stats, tiles["dq"], inputs)
             if slopes is not None:
                 result["alibi_slopes"] = slopes
-        if "k" in needs or "v" in needs:
-            result["k"], result["v"] = _dkv(call, operands, stats, tiles["dkv"])
+        wanted = tuple(name for name in ("k", "v") if name in needs)
+        if len(wanted) == 2 and max(problem.head_dim, problem.head_dim_v) <= TOGETHER:
+            result["k"], result["v"] = gradient_of_kv(call, operands, stats, tiles["dkv"], wanted)
+        else:
+            for name in wanted:
+                (result[name],) = gradient_of_kv(call, operands, stats, tiles["dkv"], (name,))
         if "bias" in needs:
             assert inputs.bias is not None
             result["bias"] = dbias(inputs.bias, call, operands, stats, tiles["dbias"])
@@ -54,12 +62,12 @@ def backward(
     return {name: result[name] for name in needs}
 
 
-def _empty(problem: Problem, like: torch.Tensor, written: bool) -> torch.Tensor:
+def _empty(like: torch.Tensor, written: bool) -> torch.Tensor:
     """A gradient of `like`, contiguous; zeros where kernels do not write every row."""
     return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
 
 
-def _statistics(
+def statistics(
     call: launch.Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lse in base 2, and delta."""
@@ -75,12 +83,12 @@ def _statistics(
     return lse2, delta
 
 
-def _dq(
+def gradient_of_q(
     call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """dq, and the gradient of the slopes if there are any."""
     problem, slopes = call.problem, inputs.alibi_slopes
-    dq = _empty(problem, inputs.q, not problem.packed)
+    dq = _empty(inputs.q, not problem.packed)
     tiles_m = triton.cdiv(problem.seqlen_q, tile.block_m)
     partial = None
     if slopes is not None:
@@ -97,19 +105,23 @@ def _dq(
     return dq, (dslopes if slopes.ndim == 2 else dslopes.sum(0)).to(slopes.dtype)
 
 
-def _dkv(
-    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient_of_kv(
+    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
+    wanted: tuple[str, ...],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """dk, dv or both, as `wanted` names them."""
     problem = call.problem
     written = not problem.packed and not problem.has_seqused
-    dk, dv = (_empty(problem, x.ptr, written) for x in operands[1:3])
+    grads = {name: _empty(x.ptr, written) for name, x in zip("kv", operands[1:3], strict=True) if name in wanted}
+    dk, dv = (launch.rows(grads[name], problem) if name in grads else None for name in "kv")
     programs = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.heads_kv * problem.batch
     if programs:
         dkv_kernel[(programs,)](
-            *operands, launch.rows(dk, problem), launch.rows(dv, problem), *stats, *call.variant(tile, transposed=True),
-            call.shape(tile), *call.sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            *operands, dk, dv, *stats, *call.variant(tile, transposed=True),
+            call.shape(tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    return dk, dv
+    return tuple(grads[name] for name in wanted)
 
 
 def _dsinks(problem: Problem, sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

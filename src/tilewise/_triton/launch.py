@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
+
+import triton
 
 from ..mask_algebra import TOP_LEFT, Frame, Lowered
 from ..problem import Inputs, Problem
@@ -79,12 +80,12 @@ class Call:
             fields |= plans.plan(lowered, self.frame, self.in_use, tile, group)
         return self.base._replace(**fields), extra
 
-    def shape(self, tile: TileConfig) -> Shape:
+    def shape(self, tile: TileConfig, want_k: bool = True, want_v: bool = True) -> Shape:
         """Compile-time sizes."""
         p = self.problem
         sizes = (p.heads_q, p.group_size, p.options.align == TOP_LEFT, p.head_dim, p.head_dim_v)
         blocks = (block(p.head_dim), block(p.head_dim_v), tile.block_m, tile.block_n)
-        return Shape(*(tl.constexpr(size) for size in (*sizes, *blocks)))
+        return Shape(*(tl.constexpr(size) for size in (*sizes, *blocks, want_k, want_v)))
 
 
 def prepare(problem: Problem, inputs: Inputs) -> Call:

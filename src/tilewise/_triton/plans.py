@@ -49,7 +49,12 @@ def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileCon
             size: ``head << HEAD_SHIFT | tile``.
     """
     blocks = lowered.blocks
-    if blocks is None or lowered.row_lo is not None or lowered.row_hi is not None or isinstance(frame.off, torch.Tensor):
+    if (
+        blocks is None
+        or lowered.row_lo is not None
+        or lowered.row_hi is not None
+        or isinstance(frame.off, torch.Tensor)
+    ):
         return _listing(lowered, frame, lengths, tile, group)
     key = (
         blocks.tiles._version, blocks.block_q, blocks.block_k, lowered.left, lowered.right, lowered.residual is None,

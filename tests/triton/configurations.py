@@ -1,0 +1,54 @@
+"""Every shipped tile, compiled offline from a call that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from offline import CLASSES, Compiled, catching
+
+from tilewise import _triton, tiles
+from tilewise.arguments import prepare
+
+KERNELS = {"forward": "forward_kernel", "dq": "dq_kernel", "dkv": "dkv_kernel", "dbias": "dbias_kernel"}
+_DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
+_NEEDS = {"dq": ("q",), "dkv": ("k", "v"), "dbias": ("bias",)}
+
+
+class Row(NamedTuple):
+    """One row of the table, for one compute capability."""
+
+    arch: int
+    pass_: str
+    dtype: str
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}-{self.pass_}-{self.dtype}-{self.head_dim}"
+
+
+def rows() -> Iterator[Row]:
+    """All rows for GPUs that Triton has kernels of its own for."""
+    for backend, pass_, architecture, dtype, head_dim in tiles.TABLE:
+        if backend == "triton" and architecture in CLASSES.values():
+            (arch,) = (arch for arch, name in CLASSES.items() if name == architecture)
+            yield Row(arch, pass_, dtype, head_dim)
+
+
+def compile_row(row: Row, **options: Any) -> Compiled:
+    """The kernel of the row, as a causal call (or one with `options`) would launch it."""
+    seqlen = 256
+    q, k, v = (torch.empty(1, seqlen, heads, row.head_dim, dtype=_DTYPES[row.dtype]) for heads in (2, 2, 2))
+    if row.pass_ == "dbias":
+        options["bias"] = torch.empty(1, 2, seqlen, seqlen)
+    problem, inputs, _ = prepare(q, k, v, **{"causal": True, **options})
+    with mock.patch.object(_triton, "_architecture", lambda device: CLASSES[row.arch]), catching(row.arch) as caught:
+        if row.pass_ == "forward":
+            _triton.forward(problem, inputs)
+        else:
+            out, lse = torch.empty_like(q), torch.empty(1, 2, seqlen)
+            _triton.backward(problem, inputs, out, lse, out, None, _NEEDS[row.pass_])
+    (kernel,) = (item for item in caught if item.kernel == KERNELS[row.pass_])
+    return kernel
