@@ -112,7 +112,7 @@ def _gather_dq(
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
-        p, ds, chain = score_tile_gradient(
+        _, ds, chain = score_tile_gradient(
             qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right,
             MASKED, False,
         )  # fmt: skip
@@ -204,8 +204,8 @@ def _gather_dkv(
         if shape.WANT_K:
             dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
         p, ds, chain = score_tile_gradient(
-            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left, right,
-            MASKED, True,
+            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left,
+            right, MASKED, True,
         )  # fmt: skip
         if shape.WANT_V:
             dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]

@@ -27,8 +27,9 @@ import triton.language as tl
 import triton
 
 from .. import errors, masks
+from ..block_masks import BlockMask
 from ..interning import intern, lookup
-from ..mask_algebra import Mask
+from ..mask_algebra import And, Mask, Or
 from ..problem import Options
 from ..score_mods import ScoreMod
 from . import device
@@ -314,8 +315,8 @@ class _Composer:
         return f"{name}({', '.join(arguments)})"
 
     def expression(self, mask: Mask) -> str:
-        if isinstance(mask, (masks.And, masks.Or)):
-            sign = "&" if isinstance(mask, masks.And) else "|"
+        if isinstance(mask, (And, Or)):
+            sign = "&" if isinstance(mask, And) else "|"
             return f"({self.expression(mask.a)} {sign} {self.expression(mask.b)})"
         return f"({self.leaf(mask)})"
 
@@ -336,7 +337,7 @@ class _Composer:
             return " == ".join(self.document(ids, x) for ids, x in ((mask.q_ids, "q"), (mask.keys, "k")))
         if isinstance(mask, masks.Dense):
             return self.grid(mask.grid(), "q", "k")
-        if isinstance(mask, masks.BlockMask):
+        if isinstance(mask, BlockMask):
             q, k = self.number(mask.block_q), self.number(mask.block_k)
             return self.grid(mask.tiles, f"q // {q}", f"k // {k}")
         if isinstance(mask, masks.Predicate):

@@ -22,7 +22,7 @@ from .device import LN2, LOG2E
 def _attend(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The loop body (see `device.walk`) with k, v as a, b; `tiles`: of q, its first row, and where keys and values begin."""
+    """The loop body (see `device.walk`) on k and v: `tiles` are that of q, its first row, and pointers to k, v."""
     acc, l_i, m_i = state
     q_tile, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
@@ -126,6 +126,7 @@ def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.T
         with launch.on(q.device):
             forward_kernel[(grid,)](
                 *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
-                *call.variant(tile), call.shape(tile), *call.sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
+                *call.variant(tile), call.shape(tile), *call.sizes,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
     return out, lse
