@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from tilewise import cli, demo
 from tilewise.arguments import prepare
 from tilewise.cpu import fused
-from tilewise.demo import DemoConfig, pipeline, plots
+from tilewise.demo import DemoConfig, extras, pipeline, plots
 from tilewise.demo.attend import AttentionCall, attend_oracle, attend_sdpa, attend_tilewise
 from tilewise.demo.compare import Disagreement, compare
 from tilewise.demo.config import ModelConfig, Plan, Recipe, plan
@@ -176,7 +176,7 @@ SCHEMA = {
     "setup": {"seed", "parameters", "model", "recipe", "corpus_files", "corpus_bytes", "corpus_sha256"},
     "training": {"loss", "validation", "seconds", "tokens_per_second", "bits_per_byte"},
     "comparison": {"tilewise", "sdpa", "oracle", "rounding", "bound", "difference", "agree"},
-    "samples": [{"prompt", "temperature", "text"}] * 2,
+    "sample": {"prompt", "temperature", "text"},
     "exactness": [{"layer", "backend", "tilewise", "sdpa", "plain"}] * 3,
     "traffic": [
         {"layer", "direction", "batch", "seqlen", "score_bytes", "standard_hbm_bytes", "tiled_hbm_bytes", "flops"}
@@ -320,9 +320,10 @@ def test_bad_config(wrong: dict[str, object], message: str) -> None:
         DemoConfig(**wrong)  # type: ignore[arg-type]  # that is the test
 
 
-def test_figures_need_matplotlib_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"out: .* Fix: pip install 'tilewise\[demo\]'"):
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+def test_extras_are_asked_for_before_work(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(UnsupportedError, match=rf"without {missing}, .* Fix: pip install 'tilewise\[demo\]'"):
         demo.run(replace(SMALL, out=tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config import DemoConfig
+from .extras import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +30,7 @@ def run(config: DemoConfig, console: Console | None = None) -> Metrics:
         tilewise.demo.compare.Disagreement: at the end, after everything is printed and written, if training with torch
             SDPA gave other losses than rounding explains.
     """
+    require("rich", "lays out what the demo prints")
     from . import pipeline
 
     return pipeline.run(config, console)

@@ -121,7 +121,7 @@ class Metrics:
     setup: Setup
     training: Training
     comparison: Comparison
-    samples: list[Sample]
+    sample: Sample
     exactness: list[Exactness]
     traffic: list[Traffic]
     seconds: float

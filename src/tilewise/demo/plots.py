@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError, fail
 from .metrics import Comparison, Metrics, Training
 
 if TYPE_CHECKING:
@@ -33,17 +31,6 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "tilewise",
 }
-
-
-def require_matplotlib() -> None:
-    """Raise, before any work, if the figure could not be drawn.
-
-    Raises:
-        UnsupportedError: without matplotlib.
-    """
-    if find_spec("matplotlib") is None:
-        fail(UnsupportedError, "out", "a folder for figures, and no matplotlib", "figures drawn by matplotlib",
-             "pip install 'tilewise[demo]', or leave out=None")  # fmt: skip
 
 
 def save(metrics: Metrics, folder: Path) -> list[Path]:

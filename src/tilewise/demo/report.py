@@ -99,12 +99,10 @@ class Report:
         )
         self.console.print(Padding(Text.assemble((verdict, style), text), INDENT))
 
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """What the model writes."""
-        for sample in samples:
-            text = Text.assemble((printable(sample.prompt), "bold cyan"), printable(sample.text))
-            kind = "greedy" if sample.temperature == 0 else f"temperature {sample.temperature:g}"
-            self.console.print(Padding(Panel(text, title=kind, title_align="left", border_style="dim"), INDENT))
+    def sample(self, sample: Sample) -> None:
+        """What the model writes; the prompt is in colour."""
+        text = Text.assemble((printable(sample.prompt), "cyan"), printable(sample.text))
+        self.console.print(Padding(Panel(text, border_style="dim"), INDENT))
 
     def exactness(self, rows: Sequence[Exactness]) -> None:
         """Errors against the oracle."""
