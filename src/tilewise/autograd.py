@@ -65,7 +65,7 @@ def _backward(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     this, inputs = _problem(arguments)
-    backend = dispatch.module(dispatch.choose(this))
+    backend = dispatch.module(dispatch.choose(this, "backward"))
     names = tuple(needs.split())
     with _plain_numerics(this.device):
         grads = backend.backward(this, inputs, out, lse, do, dlse, names)

@@ -10,14 +10,14 @@ from . import errors
 from .problem import Problem
 
 # Best first; imported only when a problem may be theirs.
-_MODULES = {"cpu": "tilewise.cpu", "triton": "tilewise._triton"}
+_MODULES = {"cpu": "tilewise.cpu", "hopper": "tilewise.hopper", "triton": "tilewise._triton"}
 BACKENDS = tuple(_MODULES)
 
 
 @cache
 def _missing(name: str) -> str | None:
     """Why a backend cannot be imported here, or None."""
-    if name == "triton" and util.find_spec("triton") is None:
+    if name in ("hopper", "triton") and util.find_spec("triton") is None:
         return "the package triton is not installed; it comes with PyTorch's GPU builds, or: pip install triton"
     return None
 
@@ -27,10 +27,10 @@ def module(name: str) -> ModuleType:
     return import_module(_MODULES[name])
 
 
-def reasons(name: str, problem: Problem) -> list[str]:
-    """Why this backend cannot serve the problem here; empty if it can."""
+def reasons(name: str, problem: Problem, pass_: str = "forward") -> list[str]:
+    """Why this backend cannot serve a pass of the problem here; empty if it can."""
     missing = _missing(name)
-    return [missing] if missing else module(name).unsupported_reasons(problem)
+    return [missing] if missing else module(name).unsupported_reasons(problem, pass_)
 
 
 def check_name(backend: str | None) -> None:
@@ -40,8 +40,10 @@ def check_name(backend: str | None) -> None:
         errors.fail(errors.ArgumentError, "backend", repr(backend), f"one of {', '.join(BACKENDS)}, or None", fix)
 
 
-def choose(problem: Problem) -> str:
-    """The name of the backend: the one asked for, or the best that can.
+def choose(problem: Problem, pass_: str = "forward") -> str:
+    """The name of the backend for a pass: the one asked for, or the best that can.
+
+    Forward and backward need not agree: what passes between them (output and LSE) is the same for all.
 
     Raises:
         tilewise.errors.ArgumentError: unknown name.
@@ -51,7 +53,10 @@ def choose(problem: Problem) -> str:
     check_name(wanted)
     refused = []
     for name in BACKENDS if wanted is None else (wanted,):
-        why = reasons(name, problem)
+        why = reasons(name, problem, pass_)
+        if wanted is not None and problem.options.needs_grad and not why:
+            # Said before the forward pass, not after it.
+            why = reasons(name, problem, "backward")
         if not why:
             return name
         refused.append(f"{name}: {'; '.join(why)}")

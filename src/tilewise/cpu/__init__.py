@@ -18,7 +18,7 @@ from .forward import forward as _tiled_forward
 NAME = "cpu"
 
 
-def unsupported_reasons(problem: Problem) -> list[str]:
+def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve the problem; empty if it can."""
     if problem.device.type != "cpu":
         return [f"tensors are on {problem.device}, this backend runs on the CPU"]

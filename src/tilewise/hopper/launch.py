@@ -1,0 +1,101 @@
+"""From a problem to the forward kernel's arguments: descriptors, the band, the dealt tiles."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..mask_algebra import Frame
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from .forward import Shape, forward_kernel
+from .schedule import Bounds, deal
+
+_ROWS = 64  # of one warpgroup
+_GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
+_REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
+
+
+def block(head_dim: int) -> int:
+    """The head dim in shared memory; TMA fills what is missing with zeros."""
+    return next(size for size in (64, 128, 256) if head_dim <= size)
+
+
+def _addressable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy if TMA cannot address it: strides and start must be multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    good = x.storage_offset() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
+    return x if good else x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=64)
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _GL[dtype])
+
+
+def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    # A dimension of size 1 may have any stride, which TMA would still check.
+    strides = [stride if size > 1 else x.shape[-1] for stride, size in zip(x.stride()[:-1], x.shape, strict=False)]
+    tile = [1, rows, 1, columns]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, columns, x.dtype))
+
+
+def bounds(problem: Problem) -> tuple[Bounds, int, int]:
+    """The band over the keys ``first .. last`` that any row sees, positions counted from `first`.
+
+    Keys outside may be NaN, and beside a probability of 0 in the tile of a visible key they would count.
+    """
+    len_q, len_k = problem.seqlen_q, problem.seqlen_k
+    off = int(problem.offset(len_q, len_k))
+    lowered = problem.options.mask.lower(Frame(0, problem.batch, len_q, len_k, off, problem.device))
+    left, right = lowered.left, lowered.right
+    first = 0 if left is None else min(max(0, off - left), len_k)
+    last = len_k if right is None else max(first, min(len_k, len_q - 1 + off + right + 1))
+    # A bound past every key is none: fewer kernels, and no overflow of 32-bit positions.
+    left = None if left is None or left >= len_q + len_k else left
+    right = None if right is None or right >= len_q + len_k else right
+    return Bounds(len_q, last - first, off - first, left, right), first, last
+
+
+def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch: ``out`` and ``lse``."""
+    q = _addressable(inputs.q)
+    out = torch.empty(problem.out_shape(q), dtype=q.dtype, device=q.device)
+    lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
+    band, first, last = bounds(problem)
+    if out.numel() == 0 or first == last:
+        return out.zero_(), lse.fill_(float("-inf"))
+    k, v = (_addressable(x[:, first:last]) for x in (inputs.k, inputs.v))
+    consumers = tile.block_m // _ROWS
+    producer_regs, consumer_regs, maxnreg = _REGISTERS[consumers]
+    d, d_v = block(problem.head_dim), block(problem.head_dim_v)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    pairs = problem.batch * problem.heads_q
+    dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, q.device)
+    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, max(d, d_v) == 256)
+    with torch.cuda.device(q.device):
+        forward_kernel[(dealt.programs,)](
+            _descriptor(q, _ROWS, d),
+            _descriptor(k, tile.block_n, d),
+            _descriptor(v, tile.block_n, d_v),
+            _descriptor(out, _ROWS, d_v),
+            lse,
+            dealt.table,
+            problem.softmax_scale * math.log2(math.e),
+            *(dealt.rounds, -(-band.len_q // tile.block_m), problem.heads_q, problem.group_size),
+            *(band.off, band.left, band.right, band.len_q, band.len_k),
+            Shape(*(gl.constexpr(size) for size in sizes)),
+            tile.num_stages,
+            producer_regs,
+            consumer_regs,
+            num_warps=4,
+            maxnreg=maxnreg,
+        )
+    return out, lse

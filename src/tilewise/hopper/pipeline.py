@@ -1,0 +1,62 @@
+"""What the Hopper kernels share: names that Triton renamed, and the ring of tiles between a producer and its consumers.
+
+A ring has STAGES buffers. `full` of a stage completes when its bytes have landed, `empty` when every consumer has
+released it; use i of the ring is stage ``i % STAGES`` in the round ``i // STAGES``, whose parity the barriers wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# Triton 3.8 renamed these; 3.9 dropped the old names.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory [STAGES, ...] and their barriers [STAGES, 1]."""
+
+    tiles: Any
+    full: Any
+    empty: Any
+    STAGES: Any
+
+
+@gluon.jit
+def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring for tiles of `desc`, each released by CONSUMERS partitions."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return Ring(tiles, full, empty, STAGES)
+
+
+@gluon.jit
+def produce(ring, desc, coord, i):
+    """Load the tile at `coord` as use i of the ring, once the stage is free."""
+    stage = i % ring.STAGES
+    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
+    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def arrived(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Use i of the ring as a matrix, once it has landed."""
+    stage = i % ring.STAGES
+    mbarrier.wait(ring.full.index(stage), (i // ring.STAGES) & 1)
+    return ring.tiles.index(stage).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def release(ring, i):
+    """This partition is done with use i."""
+    mbarrier.arrive(ring.empty.index(i % ring.STAGES), count=1)
