@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise._triton import forward, gradients, launch
+from tilewise._triton import gradients, launch
 from tilewise._triton import tile as shipped_tile
+from tilewise._triton.forward import forward
 from tilewise.arguments import prepare
 from tilewise.tiles import TileConfig
 
@@ -82,8 +83,8 @@ def kernel(pass_: str, tensors: tuple[torch.Tensor, ...], causal: bool, tile: Ti
     q, k, v, do = tensors
     problem, inputs, _ = prepare(q, k, v, causal=causal)
     if pass_ == "forward":
-        return lambda: forward.forward(problem, inputs, tile)
-    out, lse = forward.forward(problem, inputs, shipped_tile(problem, "forward"))
+        return lambda: forward(problem, inputs, tile)
+    out, lse = forward(problem, inputs, shipped_tile(problem, "forward"))
     call = launch.prepare(problem, inputs)
     stats = gradients.statistics(call, (out, lse), (do, None), shipped_tile(problem, "delta"))
     operands = tuple(launch.rows(x, problem) for x in tensors)
@@ -200,7 +201,8 @@ def row(pass_: str, head_dim: int, tile: TileConfig, measured: list[dict[str, An
 
 def report(measured: list[dict[str, Any]], usable: dict[tuple[str, int], list[TileConfig]]) -> list[str]:
     """Print all times and return the rows of the winners."""
-    rows, best = [], {}
+    rows: list[str] = []
+    best: dict[tuple[str, int, int, bool], tuple[float, float]] = {}
     for (pass_, head_dim), tiles in usable.items():
         mine = [cell for cell in measured if (cell["pass_"], cell["head_dim"]) == (pass_, head_dim)]
         for i, tile in enumerate(tiles):
@@ -236,8 +238,8 @@ def main() -> None:
     rows = report(measured, usable)
     print("\n" + "\n".join(rows))
     if options.json:
-        tiles = {f"{p} {d}": [asdict(tile) for tile in found] for (p, d), found in usable.items()}
-        result = {"gpu": torch.cuda.get_device_name(), "tiles": tiles, "cells": measured, "rows": rows}
+        shapes = {f"{p} {d}": [asdict(tile) for tile in found] for (p, d), found in usable.items()}
+        result = {"gpu": torch.cuda.get_device_name(), "tiles": shapes, "cells": measured, "rows": rows}
         options.json.write_text(json.dumps(result, indent=1))
 
 
