@@ -166,7 +166,7 @@ def flash_attention_2(cell: Cell, tensors: tuple[torch.Tensor, ...]) -> Callable
 
     def attend() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=cell.causal)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
 
     if cell.pass_ == "forward":
         return attend
