@@ -371,17 +371,6 @@ def operands(packed: bool, dtype: torch.dtype) -> tuple[Any, ...]:
     return (*tensors, None, randn(4), randn(4), None, *offsets, None, extras, spec, 7, 7)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_opcheck(packed: bool) -> None:
-    arguments = operands(packed, torch.float32)
-    torch.library.opcheck(torch.ops.tilewise.forward.default, arguments)
-    out, lse = torch.ops.tilewise.forward(*arguments)
-    needs = "q k v alibi_slopes sinks"
-    torch.library.opcheck(
-        torch.ops.tilewise.backward.default, (out, lse, torch.ones_like(out), torch.ones_like(lse), needs, *arguments)
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_fake_results_look_like_real_ones(packed: bool, dtype: torch.dtype) -> None:

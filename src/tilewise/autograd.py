@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from . import checks, dispatch, problem
 from .errors import UnsupportedError, fail
+from .interning import at_compile_time
 from .problem import DIFFERENTIABLE, Inputs, Options, Problem
 
 _INPUTS = (
@@ -98,13 +99,12 @@ def _no_vmap(*_: Any) -> NoReturn:
 for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
     _library.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
-    torch.library.register_vmap(f"tilewise::{_name}", _no_vmap, lib=_library)
 
 
 class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v, bias, ALiBi slopes and sinks, through the output and the LSE."""
 
-    generate_vmap_rule = True
+    vmap = staticmethod(_no_vmap)
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -139,7 +139,7 @@ def _gradients(needs: str, static: tuple[str, int, int], *tensors: Any) -> tuple
 class _FirstOrder(torch.autograd.Function):
     """The backward pass, with a backward of its own that says that there is none."""
 
-    generate_vmap_rule = True
+    vmap = staticmethod(_no_vmap)
     forward = staticmethod(_gradients)
 
     @staticmethod
@@ -163,7 +163,8 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
         tensors = _unshared(tensors)
     elif forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    if options.needs_grad:
+    # Under a transform, the function and not the operator: it knows what to say of vmap.
+    if options.needs_grad or (not torch.compiler.is_compiling() and _in_transform()):
         return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *tensors)
     return torch.ops.tilewise.forward(*tensors[:_N_INPUTS], tensors[_N_INPUTS:], spec, max_seqlen_q, max_seqlen_k)
 
@@ -176,10 +177,14 @@ def _unshared(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | Non
     return distinct
 
 
-@torch.compiler.assume_constant_result
+def _in_transform() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+@at_compile_time
 def _refuse_transforms() -> None:
     """Raise if the compiler is inside a transform, where it hides which tensors need a gradient."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    if _in_transform():
         fix = "transform the eager function, or compile one that calls torch.autograd.grad"
         got = "a torch.func transform (grad, vjp, vmap, jvp) inside torch.compile"
         fail(UnsupportedError, "attention", got, "torch.func outside torch.compile, except vmap and jvp", fix)
