@@ -1,6 +1,6 @@
 """Time and peak memory of a training step's attention on the CPU, beside PyTorch's: the figures in README.
 
-Each memory figure comes from a fresh process (Linux), each time from alternating runs of both in one process.
+Each memory figure comes from a fresh process (Linux), each time from alternating runs of both on one thread.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def peak(who: str, case: str, seqlen: int) -> float:
 
 
 def seconds(case: str, seqlen: int, rounds: int) -> dict[str, float]:
-    """Median time of a step of each, in alternating rounds."""
+    """Median CPU time of a step of each, in alternating rounds; on one thread, other work does not count into it."""
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for who, step in steps(case, seqlen).items():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            times.setdefault(who, []).append(time.perf_counter() - start)
+            times.setdefault(who, []).append(time.process_time() - start)
     return {who: statistics.median(found[1:]) for who, found in times.items()}
 
 
@@ -90,13 +90,13 @@ def main() -> None:
     parser.add_argument("--seqlens", nargs="+", type=int, default=[2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # more threads measure the machine's other work as well
+    torch.set_num_threads(1)
     if arguments.peak:
         who, case, seqlen = arguments.peak
         print(own_peak(who, case, int(seqlen)))
         return
     print(f"torch {torch.__version__}, one thread, batch, heads, head dim {SHAPE}, fp32")
-    print("| visible | seqlen | time, tilewise / torch | peak memory, tilewise / torch |\n|---|---|---|---|")
+    print("| visible | seqlen | CPU time, tilewise / torch | peak memory, tilewise / torch |\n|---|---|---|---|")
     for case in CASES:
         for seqlen in arguments.seqlens:
             took = seconds(case, seqlen, arguments.rounds)

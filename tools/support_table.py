@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,25 +90,22 @@ def features() -> dict[str, tuple[Call, dict[str, Any]]]:
     return table
 
 
-def refusals(backend: str, problem: Problem) -> list[str]:
-    """Why the backend refuses a problem that lies on the kind of device it is for."""
-    device = torch.device("cpu" if backend == "cpu" else "cuda")
-    return dispatch.reasons(backend, replace(problem, device=device))
+def refusals(backend: str, problem: Problem, pass_: str) -> list[str]:
+    """Why the backend refuses a pass, on the device that suits it best: what is missing here does not count."""
+    posed = problem if backend == "cpu" else replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
+    return dispatch.reasons(backend, posed, pass_)
 
 
 def cell(backend: str, call: Call, arguments: dict[str, Any], notes: list[str]) -> str:
     """One entry: both passes, the forward pass alone, or none, with a number into `notes`."""
-    machine = set(refusals(backend, dense()))  # what is missing here, not in the backend
-    entry, numbers = [], []
-    for grad in (False, True):
-        why = [reason for reason in refusals(backend, call(grad=grad, **arguments)) if reason not in machine]
-        entry.append(not why)
-        for reason in why:
-            if reason not in notes:
-                notes.append(reason)
-            numbers.append(notes.index(reason) + 1)
-    text = {(True, True): "yes", (True, False): "forward", (False, False): "no"}[entry[0], entry[1]]
-    return text + "".join(f"<sup>{number}</sup>" for number in sorted(set(numbers)))
+    passes = {"forward": call(**arguments), "backward": call(grad=True, **arguments)}
+    why = {pass_: refusals(backend, problem, pass_) for pass_, problem in passes.items()}
+    if why["forward"]:
+        text, reasons = "no", why["forward"]
+    else:
+        text, reasons = ("forward", why["backward"]) if why["backward"] else ("yes", [])
+    notes += [reason for reason in reasons if reason not in notes]
+    return text + "".join(f"<sup>{notes.index(reason) + 1}</sup>" for reason in reasons)
 
 
 def table() -> str:
@@ -118,7 +116,11 @@ def table() -> str:
     for name, (call, arguments) in features().items():
         cells = [cell(backend, call, arguments, notes) for backend in dispatch.BACKENDS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    legend = ["", "*yes*: forward and backward."]
+    legend = [
+        "",
+        "*yes*: forward and backward; the backward pass may be another backend's. *no* and *forward* because:",
+        "",
+    ]
     legend += [f"{number}. {reason}" for number, reason in enumerate(notes, 1)]
     return "\n".join([*lines, *legend]) + "\n"
 
@@ -133,6 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if README is out of date")
     check = parser.parse_args().check
+    if not find_spec("triton"):
+        sys.exit("The kernel backends' own word needs Triton: pip install triton")
     old = README.read_text()
     new = rewritten(old)
     if check and new != old:
