@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "tilewise"
 
 # The first part of a module's name inside the package decides its layer.
 LAYERS = {
-    0: "errors interning problem masks mask_algebra block_masks score_mods sequences tiles roofline",
-    1: "reference softmax products dropout quantize arguments checks",
+    0: "errors interning problem dropout masks mask_algebra block_masks score_mods sequences tiles roofline",
+    1: "reference softmax products quantize arguments checks",
     2: "cpu _triton hopper decode textbook",
     3: "autograd dispatch",
     4: "__init__ __main__ api explain cli demo bench report integrations compat distributed",

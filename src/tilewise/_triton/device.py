@@ -222,6 +222,18 @@ def dot_add(a, b, acc):
 
 
 @triton.jit
+def exact_scale(m, scale):
+    """The scale to use beside the maximum `m` of raw scores, so that ``s * scale - m * scale`` is 0 where s is m.
+
+    One fused instruction computes it, whose product is not rounded while that of `m` is: the difference grows with
+    the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
+    factor of two serves as well, and it multiplies exactly.
+    """
+    whole = (tl.zeros_like(m) + scale).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.where(tl.abs(m) * scale > 1e8, whole.to(tl.float32, bitcast=True), scale)
+
+
+@triton.jit
 def tanh(x):
     """Exact to fp32 rounding: the series where ``1 - 2 / (exp(2x) + 1)`` would cancel."""
     y = x * x

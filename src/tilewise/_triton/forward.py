@@ -39,19 +39,19 @@ def _attend(
         if MASKED:
             seen = device.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
-        s_max = tl.max(s, 1)  # [M]
-        if variant.fold:
-            s_max = s_max * (variant.scale * LOG2E)
-        m_new = tl.maximum(m_i, s_max)
+        # The maximum of scores in base 2, or, where the scale is all there is, of raw products.
+        m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
         m_safe = m_new
         if MASKED or not variant.fold:
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         if variant.fold:
             # Scaling and subtracting the maximum are one instruction here.
-            p = tl.exp2(s * (variant.scale * LOG2E) - m_safe[:, None])  # [M, N]
+            scale = device.exact_scale(m_safe, variant.scale * LOG2E)
+            p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
+            alpha = tl.exp2((m_i - m_safe) * (variant.scale * LOG2E))
         else:
             p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
+            alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
         if variant.seed is not None:
@@ -90,7 +90,8 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     l_i = tl.zeros([shape.BLOCK_M], tl.float32)
     if sinks is not None:
         # A sink is a key with value 0 that every row has already seen.
-        m_i = tl.zeros_like(m_i) + tl.load(sinks + h).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + h).to(tl.float32)
+        m_i = tl.zeros_like(m_i) + (sink / variant.scale if variant.fold else sink * LOG2E)
         l_i += 1.0
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
     span = device.keys_of(seq, m0, left, right, shape)
@@ -100,7 +101,8 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    lse_tile = tl.where(empty, float("-inf"), m_i * LN2 + tl.log(l_i))
+    m_i = m_i * (variant.scale if variant.fold else LN2)
+    lse_tile = tl.where(empty, float("-inf"), m_i + tl.log(l_i))
     stat = device.stat_offset(seq, stat_rows, variant, shape) + m0
     tl.store(lse + stat + offs_m, lse_tile, mask=offs_m < rows_left)
     acc = acc / l_i[:, None]

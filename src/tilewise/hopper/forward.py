@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows from m0 of one sequence and head, and its key tiles: ``lo .. hi``, of which ``full_lo .. full_hi`` are whole."""
+    """Rows from m0 of a sequence and head, and its key tiles ``lo .. hi``, of which ``full_lo .. full_hi`` are whole."""
 
     m0: Any
     b: Any
@@ -94,7 +94,7 @@ def dealt(work, n):
 
 @gluon.jit
 def tile_of(t, band, work, shape):
-    """What the tile number t stands for. The key tiles are never none: a row that sees nothing is masked, not skipped."""
+    """What the tile number t stands for. There is always a key tile: a row that sees nothing is masked, not skipped."""
     m0 = (t % work.tiles_m) * shape.BLOCK_M
     b, h = t // work.tiles_m // work.heads, (t // work.tiles_m) % work.heads
     last_row = gl.minimum(m0 + shape.BLOCK_M, band.len_q) - 1
@@ -139,18 +139,18 @@ def score_layout(n):
 
 
 @gluon.jit
-def as_operand(p, dtype: gl.constexpr, O: gl.constexpr):
+def as_operand(p, dtype: gl.constexpr, VALUES: gl.constexpr):
     """Probabilities as the left operand of the product that accumulates in layout O: the same registers."""
     return gl.convert_layout(
-        p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=O, k_width=2), assert_trivial=True
+        p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True
     )
 
 
 @gluon.jit
 def scaled(acc, factor):
     """Rows of `acc` times `factor`, which has the rows' layout of the scores: the same threads."""
-    O: gl.constexpr = acc.type.layout
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, O), assert_trivial=True)[:, None]
+    VALUES: gl.constexpr = acc.type.layout
+    return acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -169,11 +169,17 @@ def masked(s, rows, n0, band, shape):
 
 @gluon.jit
 def probabilities(s, m_i, qk_scale):
-    """``exp2(s - m)`` of raw scores with the new maximum m (base 2), and what to subtract from it (0 where -inf)."""
-    m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)  # [M]
+    """``exp2(qk_scale * (s - m))`` with the new maximum m of raw scores, and m with 0 for -inf.
+
+    Scaling and subtracting are one instruction, whose product is not rounded while that of m is: the difference grows
+    with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
+    factor of two serves as scale as well, and it multiplies exactly.
+    """
+    m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    # Scaling and subtracting are one instruction.
-    return gl.exp2(s * qk_scale - m_safe[:, None]), m_new, m_safe
+    whole = ((m_safe * 0.0 + qk_scale).to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    scale = gl.where(gl.abs(m_safe) * qk_scale > 1e8, whole, qk_scale)
+    return gl.exp2(s * scale[:, None] - (m_safe * scale)[:, None]), m_new, m_safe
 
 
 @gluon.jit
@@ -186,25 +192,25 @@ def step(state, q_smem, zero, k, v, rows, tile, j, i, qk_scale, band, shape):
     acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
     s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
     release(k, i)
+    # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
     if band.left is not None or band.right is not None:
-        # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
         if (j >= tile.full_hi) | (j < tile.full_lo):
             s = masked(s, rows, j * shape.BLOCK_N, band, shape)
     p, m_new, m_safe = probabilities(s, m_i, qk_scale)
-    alpha = gl.exp2(m_i - m_safe)
+    alpha = gl.exp2((m_i - m_safe) * qk_scale)
     l_i = l_i * alpha + gl.sum(p, 1)
     acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
     release(v, i - 1)
-    O: gl.constexpr = score_layout(shape.BLOCK_DV)
-    return scaled(acc, alpha), as_operand(p, p16.dtype, O), m_new, l_i
+    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
+    return scaled(acc, alpha), as_operand(p, p16.dtype, VALUES), m_new, l_i
 
 
 @gluon.jit
 def attend(q_smem, k, v, rows, tile, i, io, band, shape):
     """All key tiles of a row tile, the last first; the values of the first are left to the caller."""
-    S: gl.constexpr = score_layout(shape.BLOCK_N)
-    O: gl.constexpr = score_layout(shape.BLOCK_DV)
-    zero = gl.zeros([64, shape.BLOCK_N], gl.float32, S)
+    SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
+    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
+    zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
     k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
     s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -212,10 +218,10 @@ def attend(q_smem, k, v, rows, tile, i, io, band, shape):
     top = tile.hi - 1
     if (top >= tile.full_hi) | (top < tile.full_lo):
         s = masked(s, rows, top * shape.BLOCK_N, band, shape)
-    m_i = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    p, m_i, m_safe = probabilities(s, m_i, io.qk_scale)
-    acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, O)
-    state = acc, as_operand(p, io.q_desc.dtype, O), m_i, gl.sum(p, 1)
+    m_i = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    p, m_i, _ = probabilities(s, m_i, io.qk_scale)
+    acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, VALUES)
+    state = acc, as_operand(p, io.q_desc.dtype, VALUES), m_i, gl.sum(p, 1)
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(state, q_smem, zero, k, v, rows, tile, top - d, i + d, io.qk_scale, band, shape)
@@ -228,7 +234,7 @@ def store(acc, m_i, l_i, tile, rows, o_smem, io, band, work, shape, W: gl.conste
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_safe = gl.where(empty, 1.0, l_i)
-    lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(l_safe))
+    lse = gl.where(empty, float("-inf"), m_i * (io.qk_scale * LN2) + gl.log(l_safe))
     stat = (tile.b * work.heads + tile.h).to(gl.int64) * band.len_q
     gl.store(io.lse + stat + rows, lse, mask=rows < band.len_q)
     acc = scaled(acc, 1.0 / l_safe)
