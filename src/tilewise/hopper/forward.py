@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Rows from m0 of a sequence and head, and its key tiles ``lo .. hi``, of which ``full_lo .. full_hi`` are whole."""
+    """Rows from m0 of one head, and its key tiles ``lo .. hi``, of which ``full_lo .. full_hi`` are whole."""
 
     m0: Any
     b: Any

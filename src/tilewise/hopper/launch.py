@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.experimental.gluon.language as gl
@@ -12,9 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
-from ..tiles import TileConfig
+from ..tiles import lookup
 from .forward import Shape, forward_kernel
-from .schedule import Bounds, deal
+from .schedule import Bounds, Dealt, deal
 
 _ROWS = 64  # of one warpgroup
 _GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -64,38 +64,70 @@ def bounds(problem: Problem) -> tuple[Bounds, int, int]:
     return Bounds(len_q, last - first, off - first, left, right), first, last
 
 
-def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+class Plan(NamedTuple):
+    """What a problem's launch needs beside its tensors."""
+
+    keys: slice  # those that any row sees
+    block_n: int
+    dims: tuple[int, int]  # head dims in shared memory
+    dealt: Dealt
+    scalars: tuple[int | None, ...]  # tiles of rows, heads, group, then the band
+    shape: Shape
+    compiled: tuple[int, int, int]  # stages and registers
+    maxnreg: int
+
+
+@lru_cache(maxsize=512)
+def plan(problem: Problem) -> Plan | None:
+    """The plan of a problem, made once; None where there is nothing to compute."""
+    band, first, last = bounds(problem)
+    pairs = problem.batch * problem.heads_q
+    if not pairs or not problem.seqlen_q or first == last:
+        return None
+    tile = lookup("hopper", "forward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+    consumers = tile.block_m // _ROWS
+    producer_regs, consumer_regs, maxnreg = _REGISTERS[consumers]
+    d, d_v = block(problem.head_dim), block(problem.head_dim_v)
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
+    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, max(d, d_v) == 256)
+    return Plan(
+        slice(first, last),
+        tile.block_n,
+        (d, d_v),
+        dealt,
+        (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
+        + (band.off, band.left, band.right, band.len_q, band.len_k),
+        Shape(*(gl.constexpr(size) for size in sizes)),
+        (tile.num_stages, producer_regs, consumer_regs),
+        maxnreg,
+    )
+
+
+def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch: ``out`` and ``lse``."""
     q = _addressable(inputs.q)
     out = torch.empty(problem.out_shape(q), dtype=q.dtype, device=q.device)
     lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
-    band, first, last = bounds(problem)
-    if out.numel() == 0 or first == last:
+    this = plan(problem)
+    if this is None:
         return out.zero_(), lse.fill_(float("-inf"))
-    k, v = (_addressable(x[:, first:last]) for x in (inputs.k, inputs.v))
-    consumers = tile.block_m // _ROWS
-    producer_regs, consumer_regs, maxnreg = _REGISTERS[consumers]
-    d, d_v = block(problem.head_dim), block(problem.head_dim_v)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    pairs = problem.batch * problem.heads_q
-    dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, q.device)
-    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, max(d, d_v) == 256)
+    k, v = (_addressable(x[:, this.keys]) for x in (inputs.k, inputs.v))
+    d, d_v = this.dims
     with torch.cuda.device(q.device):
-        forward_kernel[(dealt.programs,)](
+        forward_kernel[(this.dealt.programs,)](
             _descriptor(q, _ROWS, d),
-            _descriptor(k, tile.block_n, d),
-            _descriptor(v, tile.block_n, d_v),
+            _descriptor(k, this.block_n, d),
+            _descriptor(v, this.block_n, d_v),
             _descriptor(out, _ROWS, d_v),
             lse,
-            dealt.table,
+            this.dealt.table,
             problem.softmax_scale * math.log2(math.e),
-            *(dealt.rounds, -(-band.len_q // tile.block_m), problem.heads_q, problem.group_size),
-            *(band.off, band.left, band.right, band.len_q, band.len_k),
-            Shape(*(gl.constexpr(size) for size in sizes)),
-            tile.num_stages,
-            producer_regs,
-            consumer_regs,
+            this.dealt.rounds,
+            *this.scalars,
+            this.shape,
+            *this.compiled,
             num_warps=4,
-            maxnreg=maxnreg,
+            maxnreg=this.maxnreg,
         )
     return out, lse
