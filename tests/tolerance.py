@@ -22,7 +22,8 @@ def assert_close(
         got: the result under test.
         ref: the oracle's, in fp64. Where it is infinite, `got` must be equal to it.
         plain: the oracle's computation with the roundings of the inputs' dtype.
-        scale: the largest |v| of the call; the floor is relative to it, or to the largest |ref| if that is larger.
+        scale: the size of what `got` sums up, the largest |v| of the call as a rule; the floor is relative to it, or
+            to the largest |ref| if that is larger.
         dtype: what the call computes in; a result of a shorter dtype is held to its own steps.
     """
     assert got.shape == ref.shape, f"{name}: shape {list(got.shape)}, expected {list(ref.shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -62,6 +63,28 @@ def _largest(x: torch.Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
+def _scale(call: Call, name: str, x: torch.Tensor, out: torch.Tensor, do: torch.Tensor | None) -> float:
+    """The size of the terms that a result sums up, times the root of how many rows' errors add up in it."""
+    values = _largest(call.v)
+    if name in ("out", "lse", "dv"):
+        return values
+    # dS = P (dP - delta): the errors of delta = rowsum(dO O), from an output that is rounded, are in all the others.
+    delta = values if do is None else max(values, _largest((do.double() * out).norm(dim=-1)))
+    softmax_scale = call.options.get("softmax_scale") or call.q.shape[-1] ** -0.5
+    rows = math.prod(call.q.shape[:-1])
+    distinct = {
+        "dq": rows,
+        "dk": math.prod(call.k.shape[:-1]) // max(1, call.k.shape[-3]),
+        "dbias": math.prod(x.shape[:-1]),
+    }.get(name, x.numel())
+    factor = {
+        "dq": _largest(call.k) * softmax_scale,
+        "dk": _largest(call.q) * softmax_scale,
+        "dalibi_slopes": max(call.q.shape[-3], call.k.shape[-3]),
+    }.get(name, 1.0)
+    return delta * max(1.0, factor * math.sqrt(max(1.0, rows / max(1, distinct))))
+
+
 def compare(call: Call, got: Result, wanted: Cotangents) -> None:
     """Hold results against the oracle: values within the tolerance, zeros and infinities exactly."""
     names, dtype = tuple(got.grads), call.q.dtype
@@ -69,7 +92,7 @@ def compare(call: Call, got: Result, wanted: Cotangents) -> None:
     plain = run(lambda c: c.attend(reference, dtype=dtype), call, wanted, names)
     for (name, x), (_, y), (_, z) in zip(got.items(), ref.items(), plain.items(), strict=True):
         # Scores are summed in fp32 whatever the inputs are: an LSE never was in a shorter dtype.
-        assert_close(name, x, y, z, _largest(call.v), x.dtype if name == "lse" else dtype)
+        assert_close(name, x, y, z, _scale(call, name, x, ref.out, wanted[0]), x.dtype if name == "lse" else dtype)
 
     assert got.out.is_contiguous() and got.out.dtype == (call.options.get("out_dtype") or dtype)
     assert got.lse.is_contiguous() and got.lse.dtype == (dtype if dtype == torch.float64 else torch.float32)
