@@ -10,6 +10,21 @@ import torch
 # What a backend may decline, by a piece of its stated reason; a backend without a row declines nothing.
 MAY_REFUSE: dict[str, tuple[str, ...]] = {
     "triton": ("torch.float64 inputs",),
+    "hopper": (
+        "inputs; it takes float16 and bfloat16",
+        "a head dim above 256",
+        "a head dim that is no multiple of 8",
+        "packed sequences",
+        "masks beyond causal and window",
+        "softcap",
+        "score_mod",
+        "ALiBi",
+        "bias",
+        "sinks",
+        "dropout",
+        "out_dtype other than q's",
+        "the backward pass",
+    ),
 }
 
 

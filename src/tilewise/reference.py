@@ -93,9 +93,7 @@ def _scores(problem: Problem, inputs: Inputs, at: Positions, numerics: Numerics)
     return numerics.store(s)
 
 
-def _dense(
-    problem: Problem, inputs: Inputs, numerics: Numerics, first: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(problem: Problem, inputs: Inputs, numerics: Numerics, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, Sq, Hq, Dv] and LSE [B, Hq, Sq] of a dense problem whose batch entries are first, first + 1, ..."""
     batch, seqlen_q, heads = inputs.q.shape[:3]
     seqlen_k = inputs.k.shape[1]
