@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from tilewise import cli, demo
 from tilewise.arguments import prepare
 from tilewise.cpu import fused
-from tilewise.demo import DemoConfig, extras, pipeline, plots
+from tilewise.demo import DemoConfig, exactness, extras, pipeline, plots
 from tilewise.demo.attend import AttentionCall, attend_oracle, attend_sdpa, attend_tilewise
 from tilewise.demo.compare import Disagreement, compare
 from tilewise.demo.config import ModelConfig, Plan, Recipe, plan
@@ -350,6 +350,19 @@ def test_gpu_plan_is_larger() -> None:
     assert gpu.model.width > cpu.model.width
     assert gpu.recipe.steps > cpu.recipe.steps
     assert plan(DemoConfig(steps=3), "cuda").recipe.steps == 3
+
+
+def test_mixed_precision_as_on_a_gpu(small: Plan, corpus: Corpus) -> None:
+    mixed = replace(small, autocast=torch.bfloat16, recipe=replace(RECIPE, steps=2))
+    model, training = fit(mixed, corpus, lambda loss, speed: None)
+    assert all(math.isfinite(loss) for loss in training.loss)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    layers = exactness.layers(mixed, model, corpus)
+    assert {layer.q.dtype for layer in layers} == {mixed.dtype} == {torch.bfloat16}
+    for row in map(exactness.check, layers):
+        assert row.tilewise.out is not None
+        assert row.plain.out is not None
+        assert 0 < row.tilewise.out <= 2 * row.plain.out + 8e-3
 
 
 def test_import_is_light() -> None:

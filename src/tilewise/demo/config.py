@@ -29,13 +29,13 @@ class ModelConfig:
 class Recipe:
     """How long and how fast to train."""
 
-    steps: int = 500
+    steps: int = 400
     batch: int = 8
     learning_rate: float = 4e-3
     warmup: int = 20
     weight_decay: float = 0.1
     clip: float = 1.0
-    evaluations: int = 5
+    evaluations: int = 4
     evaluation_batches: int = 4
 
 
@@ -63,7 +63,7 @@ class DemoConfig:
     """One run of the demo. None means "what suits the device".
 
     Args:
-        steps: optimiser steps of the main run; default 500 on a CPU, 1500 on a GPU.
+        steps: optimiser steps of the main run; default 400 on a CPU, 1500 on a GPU.
         seed: decides weights, batches, dropout and sampling, `0 <= seed < 2**31`; default 0.
         out: folder for `loss.svg`, `loss.png` and `metrics.json`; default: write nothing.
         device: "cpu" or "cuda"; default: the GPU if there is one that a backend serves.

@@ -155,9 +155,7 @@ def write(model: Decoder, config: DemoConfig, report: Report) -> Sample:
 def hold_against_oracle(chosen: Plan, model: Decoder, corpus: Corpus, report: Report) -> list[Exactness]:
     """Errors on the trained model's own q, k and v."""
     size = chosen.config.check_seqlen
-    report.heading(
-        "Exactness", f"Largest error against the fp64 oracle: q, k, v of the trained model on {size:,} held-out bytes."
-    )
+    report.heading("Exactness", f"Largest error against the fp64 oracle, on its own q, k, v for {size:,} new bytes.")
     rows = [exactness.check(layer) for layer in exactness.layers(chosen, model, corpus)]
     report.exactness(rows)
     return rows
@@ -168,7 +166,7 @@ def count_traffic(chosen: Plan, report: Report) -> list[Traffic]:
     name = traffic.device(chosen).name
     report.heading(
         "Memory and HBM traffic",
-        f"One layer. Standard attention stores S and P, tiled attention neither. Floor: {name}.",
+        f"One layer. Standard attention stores S and P, tiled neither. Floor: {name}.",
     )
     rows = traffic.table(chosen)
     report.traffic(rows)

@@ -77,6 +77,7 @@ class Report:
         """How the loss fell."""
         for line in chart(training.loss, *CHART_SIZE):
             self.say(line, "cyan")
+        self.console.print()
         table = self._table("step", "training loss", "held-out loss", "bits per byte")
         for step, held_out in training.validation:
             recent = training.loss[max(0, step - 20) : step] or training.loss[:1]
@@ -86,12 +87,14 @@ class Report:
 
     def comparison(self, comparison: Comparison) -> None:
         """Whether the two implementations train alike."""
+        self.console.print()
         last = len(comparison.sdpa) - 1
         table = self._table("step", "tilewise", "torch SDPA", "difference", "oracle (fp64)")
         for step in sorted({round(last * part / 5) for part in range(6)}):
             ours, torchs, oracle = (c[step] for c in (comparison.tilewise, comparison.sdpa, comparison.oracle))
             table.add_row(f"{step + 1}", f"{ours:.6f}", f"{torchs:.6f}", f"{abs(ours - torchs):.1e}", f"{oracle:.6f}")
         self.console.print(Padding(table, INDENT))
+        self.console.print()
         verdict, style = ("the curves agree", "bold green") if comparison.agree else ("THE CURVES DIFFER", "bold red")
         text = (
             f": largest difference {comparison.difference:.1e}, bound {comparison.bound:.1e} nats. The bound is what "
