@@ -89,7 +89,7 @@ def kernel(pass_: str, tensors: tuple[torch.Tensor, ...], causal: bool, tile: Ti
     stats = gradients.statistics(call, (out, lse), (do, None), shipped_tile(problem, "delta"))
     operands = tuple(launch.rows(x, problem) for x in tensors)
     if pass_ == "dq":
-        return lambda: gradients.gradient_of_q(call, operands, stats, tile, inputs)[:1]
+        return lambda: gradients.gradient_of_q(call, operands, stats, tile, (inputs, None))[:1]
     launches = [("k", "v")] if q.shape[-1] <= gradients.TOGETHER else [("k",), ("v",)]
     return lambda: [grad for names in launches for grad in gradients.gradient_of_kv(call, operands, stats, tile, names)]
 

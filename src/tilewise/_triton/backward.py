@@ -51,7 +51,7 @@ def score_tile_gradient(
     qk, dp, lse2, delta, rows, keys, m0, n0, seq, variant, extra, shape, left, right, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """From the products q·k and do·v: the dropped-out probabilities, ``ds`` of the whole score, and its chain.
+    """From the products q·k and do·v: probabilities, the same after dropout, ``ds`` of the whole score, its chain.
 
     `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED.
     """
@@ -79,7 +79,7 @@ def score_tile_gradient(
     if MASKED:
         # What is invisible may be NaN, and 0 · NaN is NaN.
         ds = tl.where(p == 0.0, 0.0, ds)
-    return dropped, ds, chain
+    return p, dropped, ds, chain
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def product_gradient(ds, chain, variant, extra, seq, rows, keys, MASKED: tl.cons
 def _gather_dq(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The loop body of dq (see `device.walk`); `state` is dq and, per row, the gradient of the slope."""
-    dq, dslope = state
+    """The loop body of dq (see `device.walk`); `state` is dq and sums per row for the gradient of the slope."""
+    dq, ds_far, far, ds_sum, p_sum = state
     q_tile, do_tile, lse2, delta, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
@@ -112,22 +112,28 @@ def _gather_dq(
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
-        _, ds, chain = score_tile_gradient(
+        p, _, ds, chain = score_tile_gradient(
             qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right,
             MASKED, False,
         )  # fmt: skip
         if variant.slopes is not None:
-            dslope -= tl.sum(ds * device.distance(seq, rows, keys), 1)
+            away = device.distance(seq, rows, keys)
+            ds_far += tl.sum(ds * away, 1)
+            far += tl.sum(p * away, 1)
+            ds_sum += tl.sum(ds, 1)
+            p_sum += tl.sum(p, 1)
         ds = product_gradient(ds, chain, variant, extra, seq, rows, keys, MASKED)
         if MASKED:
             # A key that is not finite has already made ds NaN for the rows that see it.
             k_tile, _ = device.finite(k_tile)
         dq = device.dot_add(ds.to(k_tile.dtype), k_tile, dq)  # [M, D]
-    return dq, dslope
+    return dq, ds_far, far, ds_sum, p_sum
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
-def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
+def dq_kernel(
+    q, k, v, do, dq, dslopes, dlse, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right
+):  # fmt: skip
     """Programs: (batch, head, tile of rows), as in the forward pass; `dslopes` is fp32 [B, Hq, tiles of rows]."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
     pid = tl.program_id(0)
@@ -150,14 +156,20 @@ def dq_kernel(q, k, v, do, dq, dslopes, lse2, delta, variant, extra, shape, seql
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
     tiles = q_tile, do_tile, lse2_rows, delta_rows, m0, k_ptr, v_ptr
-    state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
+    none = tl.zeros([shape.BLOCK_M], tl.float32)
+    state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), none, none, none, none
     span = device.keys_of(seq, m0, left, right, shape)
-    dq_tile, dslope = device.walk(
+    dq_tile, ds_far, far, ds_sum, p_sum = device.walk(
         _gather_dq, state, tiles, k, v, seq, span, variant, extra, shape, left, right, h, tile_m, left
     )  # fmt: skip
     dq_ptr = device.row_ptr(dq, b, seq.q_start + m0, h)
     device.store_rows(dq_ptr, dq.seq, offs_m, rows_left, dq_tile * variant.scale, shape.HEAD_DIM, shape.BLOCK_D)
     if dslopes is not None:
+        # delta holds the rounding of o, and distances are large: here the sum over p·dp, which is not rounded, serves.
+        excess = delta_rows * (1.0 - p_sum) - ds_sum
+        if dlse is not None:
+            excess += tl.load(dlse + stat, mask=offs_m < rows_left, other=0.0)
+        dslope = tl.where(offs_m < rows_left, -(ds_far + excess * far), 0.0)
         tl.store(dslopes + (b.to(tl.int64) * shape.HEADS + h) * tiles_m + tile_m, tl.sum(dslope, 0))
 
 
@@ -203,7 +215,7 @@ def _gather_dkv(
         dp = qk
         if shape.WANT_K:
             dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
-        p, ds, chain = score_tile_gradient(
+        _, p, ds, chain = score_tile_gradient(
             qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left,
             right, MASKED, True,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def _score_tile(acc, operands, stats, m0, n0, b, h, variant, extra, shape, sizes
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         rows, keys = (m0 + offs_m)[:, None], (n0 + offs_n)[None, :]
-        _, ds, _ = score_tile_gradient(
+        _, _, ds, _ = score_tile_gradient(
             qk, dp, lse2_rows[:, None], delta_rows[:, None], rows, keys, m0, n0,
             seq, variant, extra, shape, left, right, True, False
         )  # fmt: skip

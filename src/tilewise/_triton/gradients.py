@@ -39,12 +39,13 @@ def backward(
         do = torch.zeros_like(out)
     if do.stride(-1) != 1:
         do = do.contiguous()
+    dlse = None if dlse is None else dlse.float().contiguous()
     result: dict[str, torch.Tensor] = {}
     with launch.on(problem.device):
         stats = statistics(call, (out, lse), (do, dlse), tiles["delta"])
         operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
-            result["q"], slopes = gradient_of_q(call, operands, stats, tiles["dq"], inputs)
+            result["q"], slopes = gradient_of_q(call, operands, stats, tiles["dq"], (inputs, dlse))
             if slopes is not None:
                 result["alibi_slopes"] = slopes
         wanted = tuple(name for name in ("k", "v") if name in needs)
@@ -73,7 +74,6 @@ def statistics(
     """The lse in base 2, and delta."""
     problem, (out, lse), (do, dlse) = call.problem, forward, grads
     lse2, delta = torch.empty_like(lse), (torch.zeros_like if problem.packed else torch.empty_like)(lse)
-    dlse = None if dlse is None else dlse.float().contiguous()
     programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if programs:
         delta_kernel[(programs,)](
@@ -84,10 +84,12 @@ def statistics(
 
 
 def gradient_of_q(
-    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig, inputs: Inputs
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dq, and the gradient of the slopes if there are any."""
-    problem, slopes = call.problem, inputs.alibi_slopes
+    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
+    given: tuple[Inputs, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """dq, and the gradient of the slopes if there are any; `given` are the inputs and dlse."""
+    problem, (inputs, dlse) = call.problem, given
+    slopes = inputs.alibi_slopes
     dq = _empty(inputs.q, not problem.packed)
     tiles_m = triton.cdiv(problem.seqlen_q, tile.block_m)
     partial = None
@@ -96,8 +98,9 @@ def gradient_of_q(
     programs = tiles_m * problem.heads_q * problem.batch
     if programs:
         dq_kernel[(programs,)](
-            *operands, launch.rows(dq, problem), partial, *stats, *call.variant(tile), call.shape(tile), *call.sizes,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            *operands, launch.rows(dq, problem), partial, None if partial is None else dlse, *stats,
+            *call.variant(tile), call.shape(tile), *call.sizes, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
     if partial is None or slopes is None:
         return dq, None
