@@ -25,7 +25,9 @@ try:
 except ImportError as missing:  # pragma: no cover - the package itself needs neither
     raise SystemExit(f"The command line needs {missing.name}. Fix: pip install 'tilewise[cli]'") from missing
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Exact attention, tile by tile.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Exact attention, tile by tile."
+)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 

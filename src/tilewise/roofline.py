@@ -8,6 +8,7 @@ Source: FlashAttention (Dao et al., 2022), section 3 and Theorem 2; FlashAttenti
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ class Device:
         hbm_tb_s: memory bandwidth, TB/s.
         sram_kib: shared memory that one thread block can have, KiB.
         capability: CUDA compute capability.
+        names: regular expression for what the driver calls it, lower case, without spaces and hyphens. Variants of
+            other rates (PCIe, NVL, Grace) are other devices.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Device:
     hbm_tb_s: float
     sram_kib: int
     capability: tuple[int, int]
+    names: str
 
     def tflops(self, dtype: torch.dtype) -> float:
         """The rate for products of this dtype."""
@@ -54,12 +58,12 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40gb", 312.0, 19.5, 1.555, 163, (8, 0)),
-        Device("a100-80gb", 312.0, 19.5, 2.039, 163, (8, 0)),
-        Device("rtx4090", 165.2, 82.6, 1.008, 99, (8, 9)),
-        Device("h100", 989.4, 66.9, 3.35, 227, (9, 0)),
-        Device("h200", 989.4, 66.9, 4.8, 227, (9, 0)),
-        Device("b200", 2250.0, 75.0, 8.0, 227, (10, 0)),
+        Device("a100-40gb", 312.0, 19.5, 1.555, 163, (8, 0), r"a100.*40gb"),
+        Device("a100-80gb", 312.0, 19.5, 2.039, 163, (8, 0), r"a100.*80gb"),
+        Device("rtx4090", 165.2, 82.6, 1.008, 99, (8, 9), r"rtx4090$"),
+        Device("h100", 989.4, 66.9, 3.35, 227, (9, 0), r"(?<!g)h100(?!pcie|nvl)"),
+        Device("h200", 989.4, 66.9, 4.8, 227, (9, 0), r"(?<!g)h200(?!nvl)"),
+        Device("b200", 2250.0, 75.0, 8.0, 227, (10, 0), r"(?<!g)b200"),
     )
 }
 
@@ -79,11 +83,17 @@ def device_of(tensor_device: torch.device) -> Device | None:
     """The table's entry for the GPU that tensors are on; None for CPUs and GPUs that it lacks."""
     if tensor_device.type != "cuda" or not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name(tensor_device).lower().replace(" ", "")
-    known = [
-        entry for key, entry in DEVICES.items() if key.replace("-", "").removesuffix("gb") in name.replace("-", "")
-    ]
-    return known[-1] if known else None
+    return named(torch.cuda.get_device_name(tensor_device))
+
+
+def named(name: str) -> Device | None:
+    """The table's entry for a driver's name of a GPU, or None.
+
+    >>> named("NVIDIA A100-SXM4-80GB").name, named("NVIDIA H200").name, named("NVIDIA GH200 480GB")
+    ('a100-80gb', 'h200', None)
+    """
+    plain = name.lower().replace(" ", "").replace("-", "")
+    return next((entry for entry in DEVICES.values() if re.search(entry.names, plain)), None)
 
 
 class Pairs(NamedTuple):

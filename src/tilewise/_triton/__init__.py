@@ -40,13 +40,11 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     return reasons
 
 
-def _architecture(device: torch.device) -> str:
-    """The row class of `tiles.TABLE` for a device: by instructions and shared memory."""
-    if device.type != "cuda":
+def _architecture(problem: Problem) -> str:
+    """The row class of `tiles.TABLE` for a problem's device: by instructions and shared memory."""
+    if problem.device.type == "cpu":
         return "interpreter"
-    if torch.version.hip is not None:
-        return "small"
-    capability = torch.cuda.get_device_capability(device)
+    capability = problem.capability
     if capability == (9, 0):
         return "hopper"
     return "large" if capability in ((8, 0), (10, 0), (10, 3)) else "small"
@@ -55,7 +53,7 @@ def _architecture(device: torch.device) -> str:
 def tile(problem: Problem, pass_: str) -> TileConfig:
     """Tile of a pass: forward, delta, dq, dkv or dbias."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
-    return tiles.lookup(NAME, pass_, problem.dtype, head_dim, _architecture(problem.device))
+    return tiles.lookup(NAME, pass_, problem.dtype, head_dim, _architecture(problem))
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

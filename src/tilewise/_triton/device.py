@@ -222,15 +222,17 @@ def dot_add(a, b, acc):
 
 
 @triton.jit
-def exact_scale(m, scale):
-    """The scale to use beside the maximum `m` of raw scores, so that ``s * scale - m * scale`` is 0 where s is m.
+def exact_shift(m, scale):
+    """Per row a scale and a shift such that ``s * scale - shift`` is 0 where the raw score s is its maximum `m`.
 
-    One fused instruction computes it, whose product is not rounded while that of `m` is: the difference grows with
+    One fused instruction computes it, whose product is not rounded while that of `m` was: the difference grows with
     the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
-    factor of two serves as well, and it multiplies exactly.
+    factor of two serves as well, and it multiplies exactly. Between the maximum and the exponentials there is nothing
+    else to do, so both products are at hand before it is known which is wanted.
     """
-    whole = (tl.zeros_like(m) + scale).to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.where(tl.abs(m) * scale > 1e8, whole.to(tl.float32, bitcast=True), scale)
+    whole = ((tl.zeros((), tl.float32) + scale).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    huge = tl.abs(m) > 1e8 / scale
+    return tl.where(huge, whole, scale), tl.where(huge, m * whole, m * scale)
 
 
 @triton.jit

@@ -46,8 +46,8 @@ def _attend(
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         if variant.fold:
             # Scaling and subtracting the maximum are one instruction here.
-            scale = device.exact_scale(m_safe, variant.scale * LOG2E)
-            p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
+            scale, shift = device.exact_shift(m_safe, variant.scale * LOG2E)
+            p = tl.exp2(s * scale[:, None] - shift[:, None])  # [M, N]
             alpha = tl.exp2((m_i - m_safe) * (variant.scale * LOG2E))
         else:
             p = tl.exp2(s - m_safe[:, None])

@@ -173,13 +173,16 @@ def probabilities(s, m_i, qk_scale):
 
     Scaling and subtracting are one instruction, whose product is not rounded while that of m is: the difference grows
     with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
-    factor of two serves as scale as well, and it multiplies exactly.
+    factor of two serves as scale as well, and it multiplies exactly. Every step between maximum and exponentials is
+    waited for, so both products are at hand before it is known which is wanted.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    whole = ((m_safe * 0.0 + qk_scale).to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    scale = gl.where(gl.abs(m_safe) * qk_scale > 1e8, whole, qk_scale)
-    return gl.exp2(s * scale[:, None] - (m_safe * scale)[:, None]), m_new, m_safe
+    whole = (qk_scale.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    huge = gl.abs(m_safe) > 1e8 / qk_scale
+    scale = gl.where(huge, whole, qk_scale)
+    shift = gl.where(huge, m_safe * whole, m_safe * qk_scale)
+    return gl.exp2(s * scale[:, None] - shift[:, None]), m_new, m_safe
 
 
 @gluon.jit

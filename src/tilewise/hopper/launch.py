@@ -90,7 +90,7 @@ def plan(problem: Problem) -> Plan | None:
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
-    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, max(d, d_v) == 256)
+    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, d == d_v == 256)
     return Plan(
         slice(first, last),
         tile.block_n,
