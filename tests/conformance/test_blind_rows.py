@@ -102,8 +102,8 @@ def test_equal_logits_of_any_size_weigh_the_same(target: Target, logit: float) -
 def test_huge_logits_of_one_key(target: Target) -> None:
     """Scale times score rounds one way: the weight of the only key is 1.
 
-    In the backward pass too on the CPU. GPU kernels recompute it from an fp32 LSE by a fused multiply-subtract, which at
-    1e11 leaves a rounding of thousands in the exponent (docs/numerics.md).
+    In the backward pass too on the CPU. GPU kernels recompute it from an fp32 LSE by a fused multiply-subtract, which
+    at 1e11 leaves a rounding of thousands in the exponent (docs/numerics.md).
     """
     call = dense(Shape(1, 1, 1, 1, 1, 64, 64), torch.bfloat16, Draw(target.device))
     huge = torch.full_like(call.q, 133120.0)
