@@ -113,7 +113,11 @@ def pick(grid: torch.Tensor, at: Positions) -> torch.Tensor:
 
 
 class Mask:
-    """Base of all masks. True means visible."""
+    """Base of all masks. True means visible.
+
+    Masks of numbers alone are values: equal ones compare equal, so what is planned for a problem can be kept. Masks that
+    hold tensors or functions are equal to themselves only.
+    """
 
     def visible(self, at: Positions) -> torch.Tensor:
         """Boolean tensor that broadcasts against the positions: which of them are visible."""
@@ -145,7 +149,7 @@ class Mask:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class And(Mask):
     """Visible iff visible in both."""
 
@@ -168,7 +172,7 @@ class And(Mask):
         return _common_alignment(self.a, self.b)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Or(Mask):
     """Visible iff visible in at least one."""
 

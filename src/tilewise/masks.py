@@ -14,7 +14,7 @@ from .interning import check_aux, check_function, constant, decode_aux, encode_a
 from .mask_algebra import BOTTOM_RIGHT, TOP_LEFT, And, Frame, Lowered, Mask, Or, Positions, fits, pick
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Full(Mask):
     """Every key is visible."""
 
@@ -28,7 +28,7 @@ class Full(Mask):
         return "('full',)"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Causal(Mask):
     """Row i sees key j iff ``j <= i + off``.
 
@@ -73,7 +73,7 @@ def _check_bound(name: str, bound: Any) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Window(Mask):
     """Row i sees key j iff ``i + off - left <= j <= i + off + right``; both bounds are inclusive, None is unbounded."""
 

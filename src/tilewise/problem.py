@@ -63,16 +63,6 @@ class Options:
 
 def decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
     """The inverse of `Options.encode`."""
-    return _decode(spec, tensors) if tensors else _decode_plain(spec)
-
-
-@lru_cache(maxsize=1024)
-def _decode_plain(spec: str) -> Options:
-    """Options without tensors: one object for equal calls, which what is planned per problem can be kept under."""
-    return _decode(spec, ())
-
-
-def _decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
     mask, align, mod, softcap, scale, keep, deterministic, out, backend, needs_grad, validate = _literal(spec)
     return Options(
         mask=masks.decode(mask, tensors),
