@@ -115,8 +115,8 @@ def pick(grid: torch.Tensor, at: Positions) -> torch.Tensor:
 class Mask:
     """Base of all masks. True means visible.
 
-    Masks of numbers alone are values: equal ones compare equal, so what is planned for a problem can be kept. Masks that
-    hold tensors or functions are equal to themselves only.
+    Masks of numbers alone are values: equal ones compare equal, so what is planned for a problem can be kept. Masks
+    that hold tensors or functions are equal to themselves only.
     """
 
     def visible(self, at: Positions) -> torch.Tensor:

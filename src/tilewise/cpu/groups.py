@@ -14,9 +14,9 @@ from ..mask_algebra import Frame, Lowered, Positions, interval
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 
-# Scores held at once by one step of the loops, over all heads of a group. Larger groups save Python steps on short
-# sequences; smaller tiles stay in the cache. Chosen from timings at S 128 .. 4096 on 2 cores.
-SCORES_PER_STEP = 1 << 19
+# Scores held at once by one step of the loops, over all heads of a group. More of them save Python steps and share out
+# better over threads, fewer stay in the cache: of 2**17 .. 2**20, the last was best on 2 cores (8 heads, S 2048).
+SCORES_PER_STEP = 1 << 20
 
 
 class Span(NamedTuple):
