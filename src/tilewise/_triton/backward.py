@@ -11,9 +11,8 @@ HBM: reads q, do once and k, v once per tile of rows; then k, v once and q, do o
 
 from __future__ import annotations
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 from . import device
 from .device import LOG2E

@@ -9,9 +9,8 @@ HBM: reads q, k, v, do once per score tile. *Not here*: packed sequences, whose 
 from __future__ import annotations
 
 import torch
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 from ..tiles import TileConfig
 from . import device, launch

@@ -22,9 +22,8 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 from .. import errors, masks
 from ..block_masks import BlockMask

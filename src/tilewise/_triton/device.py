@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 # exp2 is one instruction, so softmax runs in base 2.
 LOG2E = tl.constexpr(1.4426950408889634)

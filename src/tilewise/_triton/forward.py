@@ -8,9 +8,8 @@ Algorithm 1 of FlashAttention-2 (Dao, 2023). HBM: reads q once and k, v once per
 from __future__ import annotations
 
 import torch
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
-
 import triton
+import triton.language as tl
 
 from ..mask_algebra import TOP_LEFT, Frame, Lowered
 from ..problem import Inputs, Problem
