@@ -1,6 +1,6 @@
 """The kernels on a CPU, in processes of their own: Triton is either interpreted or not in the whole of a process.
 
-By hand: ``TRITON_INTERPRET=1 pytest tests/portable/interpreted``, and ``TRITON_INTERPRET=1 pytest tests/conformance
+By hand: ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``, and ``TRITON_INTERPRET=1 pytest tests/conformance
 --backend triton`` for everything that a backend has to do.
 """
 

@@ -1,6 +1,6 @@
 """Shipped kernels, compiled without a GPU: they fit the shared memory, and hot loops stay in registers.
 
-The default run takes one row for each pass and class of GPU; ``TILEWISE_ALL_TILES=1 pytest tests/portable`` takes all,
+The default run takes one row for each pass and class of GPU; ``TILEWISE_ALL_TILES=1 pytest tests/kernels`` takes all,
 which is many minutes of compilation.
 """
 

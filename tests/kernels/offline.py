@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.compiler import compile as compile_source
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 # Shared memory that one program may use, in bytes.
@@ -56,7 +57,8 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
         *args, **options
     )
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
-    source = ASTSource(kernel, signature, constants, attributes)
+    dialect = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = dialect(kernel, signature, constants, attributes)
     result = compile_source(source, target=target, options=options.__dict__)
     log = _ptxas(result.asm["ptx"], arch)
     (registers,) = re.findall(r"Used (\d+) registers", log)
