@@ -84,6 +84,8 @@ def test_each_query_head_reads_its_group(target: Target) -> None:
     """Values constant per key/value head: query head h must give exactly that of head h // group."""
     shape = Shape(1, 5, 9, heads_q=12, heads_kv=2, head_dim=8, head_dim_v=4)
     call = dense(shape, torch.float32, Draw(target.device))
+    if declines(target, call):
+        return
     labels = torch.arange(2.0, device=target.device).view(1, 1, 2, 1).expand(1, 9, 2, 4).contiguous()
     out, _ = attend(target, call.with_tensors(v=labels))
     expected = (torch.arange(12, device=target.device) // 6).view(1, 1, 12, 1)

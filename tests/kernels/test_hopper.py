@@ -80,9 +80,13 @@ def test_shipped_tile(elsewhere: None, head_dim: int, options: dict[str, Any]) -
         assert max(loops) <= LOOP_BUDGET[head_dim]
 
 
-def test_head_dims_between_are_filled_with_zeros(elsewhere: None) -> None:
+def test_head_dims_between_are_filled_with_zeros() -> None:
     assert [launch.block(d) for d in (8, 64, 72, 96, 128, 136, 192, 256)] == [64, 64, 128, 128, 128, 256, 256, 256]
-    q, v = (torch.empty(1, 128, 2, d, dtype=torch.float16) for d in (192, 64))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (16, 160), (256, 64)], ids=str)
+def test_values_of_another_head_dim(elsewhere: None, dims: tuple[int, int]) -> None:
+    q, v = (torch.empty(1, 128, 2, d, dtype=torch.float16) for d in dims)
     problem, inputs, _ = prepare(q, q, v)
     with catching(90) as caught:
         launch.forward(problem, inputs)
