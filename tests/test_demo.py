@@ -237,7 +237,7 @@ def test_what_it_says_about_the_cpu_is_true() -> None:
     q, k = torch.randn(1, 48, 2, 16), torch.randn(1, 48, 1, 16)
     for window, dropout_p, is_fused in [(None, 0.0, True), ((11, 0), 0.0, False), (None, 0.1, False)]:
         problem, inputs, _ = prepare(q, k, k, causal=True, window=window, dropout_p=dropout_p)
-        assert fused.serves_forward(problem, inputs) is is_fused
+        assert (fused.usable(problem, inputs) is not None) is is_fused
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

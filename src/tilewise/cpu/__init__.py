@@ -33,8 +33,9 @@ def tile(problem: Problem, pass_: str = "forward") -> TileConfig:
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of the problem."""
-    if fused.serves_forward(problem, inputs):
-        return fused.forward(problem, inputs)
+    usable = fused.usable(problem, inputs)
+    if usable is not None:
+        return fused.forward(problem, usable)
     return _tiled_forward(problem, inputs)
 
 
@@ -48,6 +49,9 @@ def backward(
     needs: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
     """Gradients of the inputs named in `needs`."""
-    if do is not None and dlse is None and fused.serves_backward(problem, inputs, needs):
-        return fused.backward(problem, inputs, out, lse, do, needs)
+    # The fused backward knows no gradient of the LSE, and none of anything but q, k, v.
+    if do is not None and dlse is None and set(needs) <= {"q", "k", "v"}:
+        usable = fused.usable(problem, inputs)
+        if usable is not None:
+            return fused.backward(problem, usable, out, lse, do, needs)
     return _tiled_backward(problem, inputs, out, lse, do, dlse, needs)

@@ -14,7 +14,7 @@ import torch
 from .. import dropout, softmax
 from ..problem import DIFFERENTIABLE, Inputs, Problem
 from ..products import masked_product
-from .groups import Group, Span, groups, keys_view, rows_of
+from .groups import Group, Span, groups, keys_view, rows_of, rows_view
 from .scores import alibi_slopes, bias_tile, distance, dropped, scores, scores_backward
 
 
@@ -100,8 +100,8 @@ def _tile_backward(group: Group, span: Span, rows: Rows, grads: dict[str, torch.
     if "q" in grads:
         seen = None if visible is None else group.by_kv_head(visible)
         dq = masked_product(group.by_kv_head(ds), group.k[:, :, span.n0 : span.n1], seen)
-        target = rows_of(grads["q"], group.problem, group.where)[:, :, :, span.m0 : span.m1]
-        target.add_(dq.unflatten(2, (group.problem.group_size, -1)), alpha=group.problem.softmax_scale)
+        target = rows_view(grads["q"], group.problem, group.where)[:, :, span.m0 : span.m1]
+        target.add_(group.by_q_head(dq), alpha=group.problem.softmax_scale)
 
 
 def _add_keys(

@@ -9,7 +9,7 @@ import torch
 
 from .. import dropout, softmax
 from ..problem import Inputs, Problem
-from .groups import Group, Span, groups
+from .groups import Group, Span, groups, rows_view
 from .scores import dropped, scores
 
 
@@ -19,19 +19,12 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
     lse = torch.full(problem.lse_shape(inputs.q), softmax.EMPTY, dtype=problem.compute_dtype)
     seed = int(inputs.dropout_seed) if inputs.dropout_seed is not None else 0
     for group in groups(problem, inputs):
-        target, stats = _out_view(group, out), group.row_stats(lse)
+        target, stats = rows_view(out, problem, group.where), group.row_stats(lse)
         for m0, m1, spans in group.spans():
             o, row_lse = _attend_rows(group, m0, m1, spans, seed)
             target[:, :, m0:m1] = o
             stats[:, :, m0:m1] = row_lse
     return out, lse
-
-
-def _out_view(group: Group, out: torch.Tensor) -> torch.Tensor:
-    """The group's part of the output as a view [b, heads, seqlen_q, Dv]."""
-    where = group.where
-    part = out[None, where.rows, group.heads] if group.problem.packed else out[where.b0 : where.b1, :, group.heads]
-    return part.transpose(1, 2)
 
 
 def _attend_rows(group: Group, m0: int, m1: int, spans: list[Span], seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,26 +60,21 @@ def _readable(problem: Problem, inputs: Inputs) -> Inputs:
     return inputs._replace(k=k, v=v)
 
 
-def serves_forward(problem: Problem, inputs: Inputs) -> bool:
-    """Whether the fused forward gives what the contract says."""
+def usable(problem: Problem, inputs: Inputs) -> Inputs | None:
+    """The inputs to call the fused kernels with, or None where they do not give what the contract says."""
     mask, bias = problem.options.mask, inputs.bias
     if not _plain(problem) or (bias is not None and bias.dtype != problem.dtype):
-        return False
+        return None
     if isinstance(mask, Full):
         # A bias of -inf hides keys, and a row that it leaves none has LSE -inf, not PyTorch's 0.
-        return bias is None or _finite(bias)
+        return inputs if bias is None or _finite(bias) else None
     if bias is not None or not (_causal(problem) or isinstance(mask, Dense)):
-        return False
+        return None
     if isinstance(mask, Dense) and not bool(mask.grid().any(dim=-1).all()):
-        return False
+        return None
     # Beside a masked key, 0 * NaN would reach the rows that do not see it.
     inputs = _readable(problem, inputs)
-    return _finite(inputs.k) and _finite(inputs.v)
-
-
-def serves_backward(problem: Problem, inputs: Inputs, needs: tuple[str, ...]) -> bool:
-    """Whether the fused backward does too: no gradient beyond q, k, v."""
-    return set(needs) <= {"q", "k", "v"} and serves_forward(problem, inputs)
+    return inputs if _finite(inputs.k) and _finite(inputs.v) else None
 
 
 def _bhsd(x: torch.Tensor) -> torch.Tensor:
@@ -87,8 +82,7 @@ def _bhsd(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, Sq, Hq, D] and LSE [B, Hq, Sq]."""
-    inputs = _readable(problem, inputs)
+    """Output [B, Sq, Hq, D] and LSE [B, Hq, Sq], from `usable` inputs."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _bhsd(inputs.q),
         _bhsd(inputs.k),
@@ -109,8 +103,7 @@ def backward(
     do: torch.Tensor,
     needs: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:
-    """Gradients of q, k, v as far as `needs` names them."""
-    inputs = _readable(problem, inputs)
+    """Gradients of q, k, v as far as `needs` names them, from `usable` inputs."""
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _bhsd(do),
         _bhsd(inputs.q),

@@ -204,11 +204,16 @@ def _group_size(
     return entries, heads
 
 
-def rows_of(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:
-    """The group's rows of a q-shaped tensor as [b, h_kv, group, seqlen_q, D] in the compute dtype."""
+def rows_view(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:
+    """The group's rows of a q-shaped tensor as a view [b, heads, seqlen_q, D]."""
     heads = slice(where.h0 * problem.group_size, where.h1 * problem.group_size)
     part = x[None, where.rows, heads] if problem.packed else x[where.b0 : where.b1, :, heads]
-    return part.unflatten(2, (-1, problem.group_size)).permute(0, 2, 3, 1, 4).to(problem.compute_dtype)
+    return part.transpose(1, 2)
+
+
+def rows_of(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:
+    """`rows_view` as [b, h_kv, group, seqlen_q, D] in the compute dtype."""
+    return rows_view(x, problem, where).unflatten(1, (-1, problem.group_size)).to(problem.compute_dtype)
 
 
 def _keys_of(x: torch.Tensor, problem: Problem, where: Where) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .. import tiles
 from ..mask_algebra import And, Mask
 from ..masks import Causal, Full, Window
 from ..problem import Inputs, Problem
@@ -47,8 +46,8 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
-    """Tile of a pass."""
-    return tiles.lookup(NAME, pass_, problem.dtype, max(problem.head_dim, problem.head_dim_v))
+    """Tile of the forward, the only pass."""
+    return launch.tile_of(problem)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .pipeline import Ring, arrived, cta_barrier, make_ring, produce, release, tma_load, tma_store
 
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 
 
@@ -140,7 +139,7 @@ def score_layout(n):
 
 @gluon.jit
 def as_operand(p, dtype: gl.constexpr, VALUES: gl.constexpr):
-    """Probabilities as the left operand of the product that accumulates in layout O: the same registers."""
+    """Probabilities as the left operand of the product that accumulates in layout VALUES: the same registers."""
     return gl.convert_layout(
         p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True
     )

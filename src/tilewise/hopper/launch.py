@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
-from ..tiles import lookup
+from ..tiles import TileConfig, lookup
 from .forward import Shape, forward_kernel
 from .schedule import Bounds, Dealt, deal
 
@@ -64,6 +64,11 @@ def bounds(problem: Problem) -> tuple[Bounds, int, int]:
     return Bounds(len_q, last - first, off - first, left, right), first, last
 
 
+def tile_of(problem: Problem) -> TileConfig:
+    """The table's tile."""
+    return lookup("hopper", "forward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+
+
 class Plan(NamedTuple):
     """What a problem's launch needs beside its tensors."""
 
@@ -84,7 +89,7 @@ def plan(problem: Problem) -> Plan | None:
     pairs = problem.batch * problem.heads_q
     if not pairs or not problem.seqlen_q or first == last:
         return None
-    tile = lookup("hopper", "forward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+    tile = tile_of(problem)
     consumers = tile.block_m // _ROWS
     producer_regs, consumer_regs, maxnreg = _REGISTERS[consumers]
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
