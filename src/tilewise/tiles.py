@@ -18,12 +18,23 @@ import torch
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Rows and keys of one step, and how many warps and pipeline stages a kernel runs it with."""
+    """Rows and keys of one step, and how many warps and pipeline stages a kernel runs it with.
+
+    `max_registers` bounds the registers of a thread so that more programs share a multiprocessor; 0 leaves them to
+    the compiler.
+    """
 
     block_m: int
     block_n: int
     num_warps: int = 0
     num_stages: int = 0
+    max_registers: int = 0
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """What a Triton launch takes beside its arguments; not every GPU's compiler knows a bound on registers."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
 
 
 ANY = "any"

@@ -130,6 +130,6 @@ def dbias(
     if programs and grad.numel():
         dbias_kernel[(programs,)](
             *operands, launch.grid(grad), *stats, *call.variant(tile, planned=False), call.shape(tile),
-            problem.batch, *call.sizes, *own, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            problem.batch, *call.sizes, *own, **tile.launch_options,
         )  # fmt: skip
     return grad

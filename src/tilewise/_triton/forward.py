@@ -128,6 +128,6 @@ def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.T
             forward_kernel[(grid,)](
                 *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
                 *call.variant(tile), call.shape(tile), *call.sizes,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                **tile.launch_options,
             )  # fmt: skip
     return out, lse

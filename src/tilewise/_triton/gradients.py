@@ -77,7 +77,7 @@ def statistics(
     if programs:
         delta_kernel[(programs,)](
             launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
-            call.base, call.shape(tile), *call.sizes[:3], num_warps=tile.num_warps, num_stages=tile.num_stages,
+            call.base, call.shape(tile), *call.sizes[:3], **tile.launch_options,
         )  # fmt: skip
     return lse2, delta
 
@@ -98,8 +98,7 @@ def gradient_of_q(
     if programs:
         dq_kernel[(programs,)](
             *operands, launch.rows(dq, problem), partial, None if partial is None else dlse, *stats,
-            *call.variant(tile), call.shape(tile), *call.sizes, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            *call.variant(tile), call.shape(tile), *call.sizes, **tile.launch_options,
         )  # fmt: skip
     if partial is None or slopes is None:
         return dq, None
@@ -121,7 +120,7 @@ def gradient_of_kv(
         dkv_kernel[(programs,)](
             *operands, dk, dv, *stats, *call.variant(tile, transposed=True),
             call.shape(tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **tile.launch_options,
         )  # fmt: skip
     return tuple(grads[name] for name in wanted)
 
