@@ -61,9 +61,6 @@ def score_tile_gradient(
     s = chain.s
     if MASKED:
         seen = device.visible(variant, extra, seq, rows, keys, left, right)
-        if TRANSPOSED:
-            # An lse of +inf makes the probabilities of rows past the end 0, except beside a key that is NaN.
-            seen = seen & (rows < seq.len_q)
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s - lse2)
     dropped = p
@@ -173,6 +170,26 @@ def dq_kernel(
 
 
 @triton.jit
+def load_statistics(lse2_ptr, delta_ptr, inside, MASKED: tl.constexpr):
+    """Both statistics of rows in one load, each twice.
+
+    Loads of fewer elements than threads Triton repeats in every thread for all the rows that it needs: 32 copies to
+    shared memory a thread and tile instead of one.
+    """
+    ptrs = tl.where(tl.arange(0, 4)[None, :] % 2 == 0, lse2_ptr[:, None], delta_ptr[:, None])
+    if MASKED:
+        both = tl.load(ptrs, mask=inside[:, None], other=float("inf"))
+    else:
+        both = tl.load(ptrs)
+    lse2, delta = tl.split(both.reshape(both.shape[0], 2, 2))
+    lse2, _ = tl.split(lse2)
+    delta, _ = tl.split(delta)
+    if MASKED:
+        delta = tl.where(inside, delta, 0.0)
+    return lse2, delta
+
+
+@triton.jit
 def _gather_dkv(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
@@ -203,13 +220,7 @@ def _gather_dkv(
             do_ptr, b.seq, offs_m, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED
         )  # fmt: skip
         stat = head.to(tl.int64) * stat_rows + m0 + offs_m
-        if MASKED:
-            inside = m0 + offs_m < seq.len_q
-            lse2_rows = tl.load(lse2 + stat, mask=inside, other=float("inf"))
-            delta_rows = tl.load(delta + stat, mask=inside, other=0.0)
-        else:
-            lse2_rows = tl.load(lse2 + stat)
-            delta_rows = tl.load(delta + stat)
+        lse2_rows, delta_rows = load_statistics(lse2 + stat, delta + stat, m0 + offs_m < seq.len_q, MASKED)
         qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
         dp = qk
         if shape.WANT_K:

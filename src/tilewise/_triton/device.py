@@ -301,16 +301,25 @@ def bias_tile(variant, seq, rows, keys):
 
 @triton.jit
 def visible(variant, extra, seq, rows, keys, left, right):
-    """Which of `keys` each of `rows` sees: the band, the per-row bounds and the predicate."""
-    seen = keys < seq.len_k
-    if left is not None:
-        seen = seen & (keys >= rows + (seq.off - left))
+    """Which of `keys` each of `rows` sees: an interval of keys for each row, and the predicate.
+
+    Everything but the predicate goes into the interval, so that an element costs one comparison a side, and no more.
+    Rows past the end see nothing.
+    """
+    hi = tl.where(rows < seq.len_q, seq.len_k, 0)
     if right is not None:
-        seen = seen & (keys <= rows + (seq.off + right))
+        hi = tl.minimum(hi, rows + (seq.off + right + 1))
     if variant.bounds is not None:
         at = variant.bounds + seq.b.to(tl.int64) * variant.bounds_batch + rows
-        seen = seen & (keys >= tl.load(at, mask=rows < seq.len_q, other=0))
-        seen = seen & (keys < tl.load(at + variant.bounds_side, mask=rows < seq.len_q, other=0))
+        lo = tl.load(at, mask=rows < seq.len_q, other=0)
+        hi = tl.minimum(hi, tl.load(at + variant.bounds_side, mask=rows < seq.len_q, other=0))
+        if left is not None:
+            lo = tl.maximum(lo, rows + (seq.off - left))
+        seen = (keys >= lo) & (keys < hi)
+    elif left is not None:
+        seen = (keys >= rows + (seq.off - left)) & (keys < hi)
+    else:
+        seen = keys < hi
     if variant.predicate is not None:
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)

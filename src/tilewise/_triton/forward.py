@@ -60,8 +60,10 @@ def _attend(
         if MASKED:
             # What is not finite in v reaches the rows that see it, and no others.
             v_tile, strange = device.finite(v_tile)
-            poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
-            acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+            if tl.max(strange.to(tl.int32), 0) > 0:
+                seen = device.visible(variant, extra, seq, rows, keys, left, right)
+                poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
+                acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
     return acc, l_i, m_i
 
