@@ -18,7 +18,7 @@ from . import device
 from .device import LOG2E
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"], do_not_specialize_on_alignment=["dlse"])
 def delta_kernel(out, do, lse, dlse, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows):
     """``delta``, and the lse in base 2, +inf for rows that see nothing: their probabilities become 0 without a test."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
@@ -129,7 +129,9 @@ def _gather_dq(
     return dq, ds_far, far, ds_sum, p_sum
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"], do_not_specialize_on_alignment=["dlse"]
+)
 def dq_kernel(
     q, k, v, do, dq, dslopes, dlse, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right
 ):  # fmt: skip

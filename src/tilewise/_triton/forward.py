@@ -66,7 +66,9 @@ def _attend(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"], do_not_specialize_on_alignment=["sinks"]
+)
 def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
     """Programs: (batch, head, tile of rows), the longest rows of a causal mask first."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
