@@ -8,46 +8,35 @@ follows from that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from offline import Key, keys
 from test_hopper import elsewhere  # noqa: F401 - a fixture
 
-import tilewise
-from tilewise import _triton, masks
+from tilewise import _triton
 from tilewise.arguments import prepare
 from tilewise.hopper import launch
-from tilewise.score_mods import ScoreMod
-
-HEADS, HEADS_KV, HEAD_DIM = 16, 4, 64
-
-
-class Size(NamedTuple):
-    """Lengths of a call, its batch, and `turn`, which tells calls with other values apart."""
-
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    turn: int
-
-
-# Multiples of 16, odd ones, powers of two, and 1, which Triton would make a constant.
-SIZES = [Size(200, 333, 2, 0), Size(256, 512, 3, 1), Size(1, 77, 1, 2), Size(1024, 16, 16, 3)]
-NUMBERS = [5, 16, 1, 4096]
-Options = dict[str, Any]
+from variations import (
+    FEATURES,
+    HEAD_DIM,
+    HEADS,
+    HEADS_KV,
+    PACKED,
+    PACKED_LENGTHS,
+    SIZES,
+    Options,
+    Size,
+    packed,
+    tensors,
+)
 
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_architecture", lambda problem: "hopper")
-
-
-def tensors(size: Size, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    shapes = [(size.seqlen_q, HEADS), (size.seqlen_k, HEADS_KV), (size.seqlen_k, HEADS_KV)]
-    return [torch.empty(size.batch, seqlen, heads, HEAD_DIM, dtype=dtype) for seqlen, heads in shapes]
 
 
 def launched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[Key]:
@@ -71,49 +60,6 @@ def assert_one_key(calls: Sequence[list[Key]]) -> None:
             differs = {name: (a.arguments[name], b.arguments[name]) for name in a.arguments}
             differs = {name: pair for name, pair in differs.items() if pair[0] != pair[1]}
             assert not differs, f"call {number} compiles {a.kernel} anew because of {differs}"
-
-
-def table_curve(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
-    return s + table[h, (q - k) % 7]
-
-
-def table_curve_backward(ds: Any, s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
-    return ds
-
-
-def striped(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return (q + k) % 3 != 0
-
-
-def block_mask(s: Size) -> tilewise.BlockMask:
-    grid = -(-s.seqlen_q // 128), -(-s.seqlen_k // 128)
-    return tilewise.BlockMask(torch.ones(s.batch, HEADS, *grid, dtype=torch.bool), 128, 128)
-
-
-def documents(s: Size) -> masks.Document:
-    lengths = ([s.seqlen_q // 3, s.seqlen_q - s.seqlen_q // 3], [s.seqlen_k // 2, s.seqlen_k - s.seqlen_k // 2])
-    q, k = (masks.Document.from_lengths(x) for x in lengths)
-    return masks.Document(q.q_ids, k.q_ids, contiguous=True)
-
-
-FEATURES: dict[str, Callable[[Size], Options]] = {
-    "plain": lambda s: {},
-    "causal": lambda s: {"causal": True},
-    "scale": lambda s: {"softmax_scale": float(NUMBERS[s.turn])},
-    "window": lambda s: {"window": (NUMBERS[s.turn], NUMBERS[-1 - s.turn])},
-    "window_left": lambda s: {"window": (NUMBERS[s.turn], None)},
-    "alibi": lambda s: {"alibi_slopes": torch.rand(HEADS), "causal": True},
-    "alibi_per_batch": lambda s: {"alibi_slopes": torch.rand(s.batch, HEADS)},
-    "bias_per_key": lambda s: {"bias": torch.empty(1, 1, 1, s.seqlen_k)},
-    "dropout_seed": lambda s: {"dropout_p": 0.1, "dropout_seed": NUMBERS[s.turn]},
-    "softcap": lambda s: {"softcap": float(NUMBERS[s.turn])},
-    "block_mask": lambda s: {"mask": block_mask(s)},
-    "block_mask_causal": lambda s: {"mask": block_mask(s), "causal": True},
-    "documents": lambda s: {"mask": documents(s), "causal": True},
-    "predicate": lambda s: {"mask": striped},
-    "score_mod": lambda s: {"score_mod": ScoreMod(table_curve, table_curve_backward, (torch.rand(HEADS, 7),))},
-    "sinks": lambda s: {"sinks": torch.rand(HEADS), "causal": True},
-}
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -141,38 +87,21 @@ def test_bias(sizes: list[Size], causal: bool) -> None:
     assert_one_key([launched(*tensors(size), bias=bias_of(size), causal=causal) for size in sizes])
 
 
-def packed(lengths_q: list[int], lengths_k: list[int], used: list[int] | None = None, **options: Any) -> list[Key]:
+def launched_packed(lengths_q: list[int], lengths_k: list[int], **options: Any) -> list[Key]:
     """The keys of a packed call."""
-    cu_q, cu_k = (torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int() for lengths in (lengths_q, lengths_k))
-    q = torch.empty(sum(lengths_q), HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    k = torch.empty(sum(lengths_k), HEADS_KV, HEAD_DIM, dtype=torch.bfloat16)
-    lengths = {
-        "max_seqlen_q": max(lengths_q),
-        "max_seqlen_k": max(lengths_k),
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-    }
-    seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
-    return launched(q, k, k, **lengths, seqused_k=seqused, **options)
-
-
-PACKED: dict[str, Options] = {
-    "plain": {},
-    "causal": {"causal": True},
-    "window": {"window": (16, 0)},
-    "alibi_dropout": {"alibi_slopes": torch.rand(HEADS), "dropout_p": 0.1, "dropout_seed": 1},
-}
+    (q, k, v, cu_q, cu_k), longest = packed(lengths_q, lengths_k)
+    return launched(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest, **options)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_lengths(name: str) -> None:
-    lengths = [([7, 0, 200], [64, 1, 31]), ([16], [16]), ([1], [1]), ([32] * 16, [128] * 16)]
-    assert_one_key([packed(*pair, **PACKED[name]) for pair in lengths])
+    assert_one_key([launched_packed(*lengths, **PACKED[name]()) for lengths in PACKED_LENGTHS])
 
 
 def test_lengths_in_use() -> None:
     calls = [([7, 9], [64, 31], [64, 0]), ([16], [16], [1]), ([1] * 16, [128] * 16, [128] * 16)]
-    assert_one_key([packed(*call, causal=True) for call in calls])
+    used = [torch.tensor(lengths, dtype=torch.int32) for *_, lengths in calls]
+    assert_one_key([launched_packed(*call[:2], seqused_k=x, causal=True) for call, x in zip(calls, used, strict=True)])
 
 
 def views(size: Size) -> dict[str, list[torch.Tensor]]:
