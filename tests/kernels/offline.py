@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.compiler import compile as compile_source
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
 # Shared memory that one program may use, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -77,10 +77,42 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
 @contextmanager
 def catching(arch: int) -> Iterator[list[Compiled]]:
     """Within, kernels are compiled for `arch` where they would be launched; the list fills as they are."""
-    caught: list[Compiled] = []
+    with _instead_of_launching(lambda kernel, *args, **options: compile_launch(kernel, arch, *args, **options)) as made:
+        yield made
+
+
+class Key(NamedTuple):
+    """What decides whether a launch compiles: equal keys share a kernel."""
+
+    kernel: str
+    arguments: dict[str, Any]
+    options: str
+
+
+def launch_key(kernel: JITFunction, *args: Any, **options: Any) -> Key:
+    """The key that Triton itself would look up, by parameter, so that a test can name the one that differs."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    _, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
+    parts = [compute_cache_key({}, [value], {}) for value in specialization]
+    return Key(kernel.__name__, dict(zip(kernel.arg_names, parts, strict=True)), str(options))
+
+
+@contextmanager
+def keys() -> Iterator[list[Key]]:
+    """Within, nothing is launched or compiled; the list fills with the keys of what would be."""
+    with _instead_of_launching(launch_key) as caught:
+        yield caught
+
+
+@contextmanager
+def _instead_of_launching(act: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Within, ``act(kernel, *arguments, **options)`` is done in place of each launch; the list holds its results."""
+    caught: list[Any] = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        caught.append(compile_launch(self, arch, *args, **options))
+        caught.append(act(self, *args, **options))
 
     original, JITFunction.run = JITFunction.run, run
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewise import errors, masks
-from tilewise._triton import compiled
+from tilewise.kernels import compiled
 
 CPU = torch.device("cpu")
 LIMIT, TENSOR = 3, torch.ones(3)

@@ -6,9 +6,9 @@ import torch
 import triton
 
 from .. import errors, tiles
+from ..kernels import compiled
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
-from . import compiled
 from .forward import forward as _forward
 from .gradients import backward as _backward
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..kernels import score
+from ..kernels.score import LOG2E
 from . import device
-from .device import LOG2E
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"])
+@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows"], do_not_specialize_on_alignment=["dlse"])
 def delta_kernel(out, do, lse, dlse, lse2, delta, variant, shape, seqlen_q, seqlen_k, stat_rows):
     """``delta``, and the lse in base 2, +inf for rows that see nothing: their probabilities become 0 without a test."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
@@ -55,12 +56,12 @@ def score_tile_gradient(
     `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED.
     """
     if variant.fold:
-        chain = device.Chain(qk * (variant.scale * LOG2E), qk, qk)
+        chain = score.Chain(qk * (variant.scale * LOG2E), qk, qk)
     else:
-        chain = device.scores(qk, variant, extra, seq, rows, keys)
+        chain = score.scores(qk, variant, extra, seq, rows, keys)
     s = chain.s
     if MASKED:
-        seen = device.visible(variant, extra, seq, rows, keys, left, right)
+        seen = score.visible(variant, extra, seq, rows, keys, left, right)
         s = tl.where(seen, s, float("-inf"))
     p = tl.exp2(s - lse2)
     dropped = p
@@ -82,7 +83,7 @@ def score_tile_gradient(
 def product_gradient(ds, chain, variant, extra, seq, rows, keys, MASKED: tl.constexpr):
     """The gradient of ``scale q·k`` from that of the score, in which it is linear."""
     if not variant.fold:
-        gradient = device.scores_gradient(ds, chain, variant, extra, seq, rows, keys)
+        gradient = score.scores_gradient(ds, chain, variant, extra, seq, rows, keys)
         if MASKED:
             gradient = tl.where(ds == 0.0, 0.0, gradient)
         ds = gradient
@@ -113,7 +114,7 @@ def _gather_dq(
             MASKED, False,
         )  # fmt: skip
         if variant.slopes is not None:
-            away = device.distance(seq, rows, keys)
+            away = score.distance(seq, rows, keys)
             ds_far += tl.sum(ds * away, 1)
             far += tl.sum(p * away, 1)
             ds_sum += tl.sum(ds, 1)
@@ -126,7 +127,9 @@ def _gather_dq(
     return dq, ds_far, far, ds_sum, p_sum
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"], do_not_specialize_on_alignment=["dlse"]
+)
 def dq_kernel(
     q, k, v, do, dq, dslopes, dlse, lse2, delta, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right
 ):  # fmt: skip
@@ -208,7 +211,7 @@ def _gather_dkv(
     for i in tl.range(lo, end):
         head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
         m0 = tile * shape.BLOCK_M
-        own = device.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
+        own = score.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         rows = (m0 + offs_m)[None, :]
         first, last = span.first - m0, span.last - m0
         q_ptr = q_base + m0.to(tl.int64) * a.seq + head.to(tl.int64) * a.head

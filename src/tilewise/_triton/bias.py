@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels.call import Call, grid
 from ..tiles import TileConfig
 from . import device, launch
 from .backward import score_tile_gradient
@@ -107,7 +108,7 @@ def dbias_kernel(
 
 
 def dbias(
-    bias: torch.Tensor, call: launch.Call, operands: tuple[device.Rows, ...], stats: tuple[torch.Tensor, ...],
+    bias: torch.Tensor, call: Call, operands: tuple[device.Rows, ...], stats: tuple[torch.Tensor, ...],
     tile: TileConfig,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of `bias`, in its shape and dtype.
@@ -129,7 +130,7 @@ def dbias(
         programs *= count if mine else 1
     if programs and grad.numel():
         dbias_kernel[(programs,)](
-            *operands, launch.grid(grad), *stats, *call.variant(tile, planned=False), call.shape(tile),
+            *operands, grid(grad), *stats, *call.variant(tile, planned=False), launch.shape(call.problem, tile),
             problem.batch, *call.sizes, *own, **tile.launch_options,
         )  # fmt: skip
     return grad

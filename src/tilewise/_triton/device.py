@@ -1,8 +1,4 @@
-"""What all kernels of this backend share: argument records, addresses, the score tile and its derivative.
-
-The score tile is the heart: ``s = softmax_scale * q k^T -> softcap -> score_mod -> ALiBi, bias -> mask``, computed by
-`scores` alone, in base 2 (times log2 e), for forward, dq and dk/dv alike. Rows and keys come as index tiles that
-broadcast ([M, 1] and [1, N], or transposed), so the same functions serve both orientations.
+"""What all kernels of this backend share beside the score tile (`kernels.score`): addresses, loads, products, walks.
 
 A record's field that is None is not compiled: there are no flags for absent features. Records are passed on
 one by one: assigning or nesting them in a kernel would make run-time values of their compile-time fields.
@@ -17,12 +13,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-# exp2 is one instruction, so softmax runs in base 2.
-LOG2E = tl.constexpr(1.4426950408889634)
+from ..kernels.plans import HEAD_SHIFT, TILE_MASK
+from ..kernels.score import Sequence
+
 LN2 = tl.constexpr(0.6931471805599453)
-# In a plan of rows for tiles of keys, an entry is ``head << HEAD_SHIFT | tile``.
-HEAD_SHIFT = tl.constexpr(20)
-TILE_MASK = tl.constexpr((1 << 20) - 1)
 # The interpreter multiplies bf16 tiles as if they were integers.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -34,56 +28,6 @@ class Rows(NamedTuple):
     batch: Any
     seq: Any
     head: Any
-
-
-class Grid(NamedTuple):
-    """A tensor that broadcasts to [B, Hq, Sq, Sk]: its strides, 0 where its size is 1."""
-
-    ptr: Any
-    batch: Any
-    head: Any
-    q: Any
-    k: Any
-
-
-class Variant(NamedTuple):
-    """Everything that makes one call differ from plain attention. What is None is absent.
-
-    It is flat because Triton forgets compile-time values inside nested tuples where it compiles a loop.
-    """
-
-    # Lengths in device memory: int32/int64 [B + 1], [B + 1] and [B].
-    cu_q: Any = None
-    cu_k: Any = None
-    used_k: Any = None
-    # From product to score. `fold`: the scale, which is positive, is all there is.
-    scale: Any = None
-    fold: Any = None
-    cap: Any = None
-    mod: Any = None
-    dmod: Any = None
-    slopes: Any = None
-    slopes_batch: Any = None
-    slopes_head: Any = None
-    bias: Any = None
-    bias_batch: Any = None
-    bias_head: Any = None
-    bias_q: Any = None
-    bias_k: Any = None
-    # The element test beside the band: per-row bounds, int32 [2, B|1, S], and a compiled predicate.
-    bounds: Any = None
-    bounds_batch: Any = None
-    bounds_side: Any = None
-    predicate: Any = None
-    # Tiles to visit where a band does not say: int32 [B|1, H|1, tiles, ...], a row being the number of tiles that need
-    # no element test, the number of all, and their indices, those without test first.
-    plan: Any = None
-    plan_batch: Any = None
-    plan_head: Any = None
-    plan_row: Any = None
-    # Seed of dropout, a scalar int64 in device memory, and the 16-bit threshold below which an element is kept.
-    seed: Any = None
-    keep: Any = None
 
 
 class Shape(NamedTuple):
@@ -105,18 +49,6 @@ class Shape(NamedTuple):
     WANT_V: Any
 
 
-class Sequence(NamedTuple):
-    """One sequence and head as a kernel sees it: first rows in packed tensors (int64), lengths, diagonal offset."""
-
-    b: Any
-    h: Any
-    q_start: Any
-    k_start: Any
-    len_q: Any
-    len_k: Any
-    off: Any
-
-
 class Span(NamedTuple):
     """What a tile has to visit: tiles ``lo .. hi``, of which ``full_lo .. full_hi`` need no element test.
 
@@ -129,14 +61,6 @@ class Span(NamedTuple):
     hi: Any
     first: Any
     last: Any
-
-
-class Chain(NamedTuple):
-    """A score tile in base 2, and what its derivative needs: tanh of the softcap and the value given to score_mod."""
-
-    s: Any
-    tanh: Any
-    capped: Any
 
 
 @triton.jit
@@ -232,99 +156,6 @@ def exact_shift(m, scale):
     whole = ((tl.zeros((), tl.float32) + scale).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     huge = tl.abs(m) > 1e8 / scale
     return tl.where(huge, whole, scale), tl.where(huge, m * whole, m * scale)
-
-
-@triton.jit
-def tanh(x):
-    """Exact to fp32 rounding: the series where ``1 - 2 / (exp(2x) + 1)`` would cancel."""
-    y = x * x
-    series = x * (1.0 + y * (-0.333333333 + y * (0.133333333 + y * (-0.0539682540 + y * 0.0218694885))))
-    return tl.where(y < 0.04, series, 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0))
-
-
-@triton.jit
-def scores(qk, variant, extra, seq, rows, keys):
-    """The products `qk` of `rows` with `keys` as scores in base 2, before the mask (see the module's head)."""
-    tanh_x = qk
-    capped = qk
-    if variant.cap is not None:
-        tanh_x = tanh(qk * (variant.scale / variant.cap))
-    if variant.mod is not None:
-        capped = qk * variant.scale
-        if variant.cap is not None:
-            capped = tanh_x * variant.cap
-        at_q = tl.minimum(rows, seq.len_q - 1)
-        at_k = tl.minimum(keys, seq.len_k - 1)
-        s = variant.mod(capped, seq.b, seq.h, at_q, at_k, extra) * LOG2E
-    elif variant.cap is not None:
-        s = tanh_x * (variant.cap * LOG2E)
-    else:
-        s = qk * (variant.scale * LOG2E)
-    if variant.slopes is not None:
-        s -= slope(variant, seq) * LOG2E * distance(seq, rows, keys)
-    if variant.bias is not None:
-        s += bias_tile(variant, seq, rows, keys).to(tl.float32) * LOG2E
-    return Chain(s, tanh_x, capped)
-
-
-@triton.jit
-def scores_gradient(ds, chain, variant, extra, seq, rows, keys):
-    """The gradient of ``softmax_scale * q·k`` from `ds`, that of the score before ALiBi and bias."""
-    if variant.mod is not None:
-        at_q = tl.minimum(rows, seq.len_q - 1)
-        at_k = tl.minimum(keys, seq.len_k - 1)
-        ds = variant.dmod(ds, chain.capped, seq.b, seq.h, at_q, at_k, extra)
-    if variant.cap is not None:
-        ds = ds * (1.0 - chain.tanh * chain.tanh)
-    return ds
-
-
-@triton.jit
-def slope(variant, seq):
-    """The ALiBi slope of this head."""
-    return tl.load(variant.slopes + seq.b * variant.slopes_batch + seq.h * variant.slopes_head).to(tl.float32)
-
-
-@triton.jit
-def distance(seq, rows, keys):
-    """``|i + off - j|`` in fp32: a float subtraction whose absolute value is free."""
-    return tl.abs((rows + seq.off).to(tl.float32) - keys.to(tl.float32))
-
-
-@triton.jit
-def bias_tile(variant, seq, rows, keys):
-    """The bias of a tile, 0 outside the sequence; offsets are int64, for rows times row stride can pass 2**31."""
-    base = variant.bias + seq.b.to(tl.int64) * variant.bias_batch + seq.h.to(tl.int64) * variant.bias_head
-    ptrs = base + rows.to(tl.int64) * variant.bias_q + keys.to(tl.int64) * variant.bias_k
-    return tl.load(ptrs, mask=(rows < seq.len_q) & (keys < seq.len_k), other=0.0)
-
-
-@triton.jit
-def visible(variant, extra, seq, rows, keys, left, right):
-    """Which of `keys` each of `rows` sees: an interval of keys for each row, and the predicate.
-
-    Everything but the predicate goes into the interval, so that an element costs one comparison a side, and no more.
-    Rows past the end see nothing.
-    """
-    hi = tl.where(rows < seq.len_q, seq.len_k, 0)
-    if right is not None:
-        hi = tl.minimum(hi, rows + (seq.off + right + 1))
-    if variant.bounds is not None:
-        at = variant.bounds + seq.b.to(tl.int64) * variant.bounds_batch + rows
-        lo = tl.load(at, mask=rows < seq.len_q, other=0)
-        hi = tl.minimum(hi, tl.load(at + variant.bounds_side, mask=rows < seq.len_q, other=0))
-        if left is not None:
-            lo = tl.maximum(lo, rows + (seq.off - left))
-        seen = (keys >= lo) & (keys < hi)
-    elif left is not None:
-        seen = (keys >= rows + (seq.off - left)) & (keys < hi)
-    else:
-        seen = keys < hi
-    if variant.predicate is not None:
-        at_q = tl.minimum(rows, seq.len_q - 1)
-        at_k = tl.minimum(keys, seq.len_k - 1)
-        seen = seen & variant.predicate(seq.b, seq.h, at_q, at_k, seq.off, extra)
-    return seen
 
 
 @triton.jit

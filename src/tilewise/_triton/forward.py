@@ -11,10 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels import score
+from ..kernels.call import prepare
+from ..kernels.score import LOG2E
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import device, launch
-from .device import LN2, LOG2E
+from .device import LN2
 
 
 @triton.jit
@@ -34,9 +37,9 @@ def _attend(
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         if not variant.fold:
-            s = device.scores(s, variant, extra, seq, rows, keys).s
+            s = score.scores(s, variant, extra, seq, rows, keys).s
         if MASKED:
-            seen = device.visible(variant, extra, seq, rows, keys, left, right)
+            seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
         # The maximum of scores in base 2, or, where the scale is all there is, of raw products.
         m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
@@ -61,14 +64,16 @@ def _attend(
             # What is not finite in v reaches the rows that see it, and no others.
             v_tile, strange = device.finite(v_tile)
             if tl.max(strange.to(tl.int32), 0) > 0:
-                seen = device.visible(variant, extra, seq, rows, keys, left, right)
+                seen = score.visible(variant, extra, seq, rows, keys, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
                 acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"])
+@triton.jit(
+    do_not_specialize=["seqlen_q", "seqlen_k", "stat_rows", "left", "right"], do_not_specialize_on_alignment=["sinks"]
+)
 def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, seqlen_k, stat_rows, left, right):
     """Programs: (batch, head, tile of rows), the longest rows of a causal mask first."""
     tiles_m = tl.cdiv(seqlen_q, shape.BLOCK_M)
@@ -123,13 +128,13 @@ def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.T
     if empty is not None:
         lse.fill_(empty)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    call = launch.prepare(problem, inputs)
+    call = prepare(problem, inputs)
     grid = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if grid:
         with launch.on(q.device):
             forward_kernel[(grid,)](
                 *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
-                *call.variant(tile), call.shape(tile), *call.sizes,
+                *call.variant(tile), launch.shape(problem, tile), *call.sizes,
                 **tile.launch_options,
             )  # fmt: skip
     return out, lse

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from ..kernels.call import Call, prepare
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import launch
@@ -33,7 +34,7 @@ def backward(
         needs: names of inputs.
         tiles: a tile for each pass.
     """
-    call, (out, lse), (do, dlse) = launch.prepare(problem, inputs), forward, grads
+    call, (out, lse), (do, dlse) = prepare(problem, inputs), forward, grads
     if do is None:
         do = torch.zeros_like(out)
     if do.stride(-1) != 1:
@@ -68,7 +69,7 @@ def _empty(like: torch.Tensor, written: bool) -> torch.Tensor:
 
 
 def statistics(
-    call: launch.Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig
+    call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lse in base 2, and delta."""
     problem, (out, lse), (do, dlse) = call.problem, forward, grads
@@ -77,13 +78,13 @@ def statistics(
     if programs:
         delta_kernel[(programs,)](
             launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
-            call.base, call.shape(tile), *call.sizes[:3], **tile.launch_options,
+            call.base, launch.shape(call.problem, tile), *call.sizes[:3], **tile.launch_options,
         )  # fmt: skip
     return lse2, delta
 
 
 def gradient_of_q(
-    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
+    call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
     given: tuple[Inputs, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """dq, and the gradient of the slopes if there are any; `given` are the inputs and dlse."""
@@ -98,7 +99,7 @@ def gradient_of_q(
     if programs:
         dq_kernel[(programs,)](
             *operands, launch.rows(dq, problem), partial, None if partial is None else dlse, *stats,
-            *call.variant(tile), call.shape(tile), *call.sizes, **tile.launch_options,
+            *call.variant(tile), launch.shape(call.problem, tile), *call.sizes, **tile.launch_options,
         )  # fmt: skip
     if partial is None or slopes is None:
         return dq, None
@@ -107,7 +108,7 @@ def gradient_of_q(
 
 
 def gradient_of_kv(
-    call: launch.Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
+    call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
     wanted: tuple[str, ...],
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dk, dv or both, as `wanted` names them."""
@@ -119,7 +120,7 @@ def gradient_of_kv(
     if programs:
         dkv_kernel[(programs,)](
             *operands, dk, dv, *stats, *call.variant(tile, transposed=True),
-            call.shape(tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
+            launch.shape(call.problem, tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
             **tile.launch_options,
         )  # fmt: skip
     return tuple(grads[name] for name in wanted)

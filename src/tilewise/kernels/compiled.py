@@ -31,7 +31,7 @@ from ..interning import intern, lookup
 from ..mask_algebra import And, Mask, Or
 from ..problem import Options
 from ..score_mods import ScoreMod
-from . import device
+from . import score
 
 # Positions stay below this, so a bound this large is none.
 UNBOUNDED = 2**30
@@ -55,10 +55,10 @@ def floor_div(a, b):
 @triton.jit
 def at(ptr, sizes, strides, index):
     """``tensor[index]`` for a tuple of indices; one outside reads 0, a negative one counts from the end."""
-    offset = tl.zeros((), tl.int64)
+    offset = tl.cast(0, tl.int64)
     inside = offset == 0
     for d in tl.static_range(len(index)):
-        i = index[d] + tl.zeros((), tl.int64)
+        i = index[d] + tl.cast(0, tl.int64)
         i = tl.where(i < 0, i + sizes[d], i)
         inside = inside & (i >= 0) & (i < sizes[d])
         offset = offset + i * strides[d]
@@ -82,14 +82,14 @@ def id_at(ptr, strides, b, position):
 FUNCTIONS = {
     **{name: getattr(tl, name) for name in ("abs", "where", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")},
     **{name: getattr(tl, name) for name in ("maximum", "minimum", "floor", "ceil", "sigmoid")},
-    "tanh": device.tanh,
+    "tanh": score.tanh,
 }
 
 
 def _refuse(fn: Callable[..., Any], why: str, fix: str) -> NoReturn:
     name = getattr(fn, "__qualname__", repr(fn))
     errors.fail(
-        errors.UnsupportedError, name, why, "functions that Triton can compile (tilewise._triton.compiled)", fix
+        errors.UnsupportedError, name, why, "functions that Triton can compile (tilewise.kernels.compiled)", fix
     )
 
 

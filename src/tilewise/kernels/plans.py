@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..block_masks import BlockMask
 from ..mask_algebra import Frame, Lowered, interval
 from ..tiles import TileConfig
-from .device import HEAD_SHIFT
 
+# In a plan of rows for tiles of keys, an entry is ``head << HEAD_SHIFT | tile``.
+HEAD_SHIFT = tl.constexpr(20)
+TILE_MASK = tl.constexpr((1 << 20) - 1)
 # Index rows and bounds start at multiples of this: a stride is then always of one kind, and no length recompiles.
 PAD = 16
 _FAR = 2**30
