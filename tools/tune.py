@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +29,31 @@ from tilewise._triton import gradients, launch
 from tilewise._triton import tile as shipped_tile
 from tilewise._triton.forward import forward
 from tilewise.arguments import prepare
+from tilewise.kernels.call import prepare as call_of
 from tilewise.tiles import TileConfig
 
-# Rows, keys, warps, stages.
-CANDIDATES: dict[str, dict[int, list[tuple[int, int, int, int]]]] = {
+Sizes = tuple[int, ...]
+# Rows, keys, warps, stages and, where it bounds them, registers of a thread.
+CANDIDATES: dict[str, dict[int, list[Sizes]]] = {
     "forward": {
-        64: [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 2)],
-        128: [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
-        256: [(128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 64, 8, 2)],
+        64: [(64, 64, 4, 3, 160), (64, 64, 4, 3, 128), (128, 64, 8, 3, 128), (64, 128, 4, 2, 168), (128, 64, 4, 3)],
+        128: [(64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2)],
+        256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)],
     },
     "dq": {
-        64: [(128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)],
-        128: [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 8, 3), (64, 64, 4, 3)],
-        256: [(64, 64, 8, 1), (64, 32, 4, 2), (64, 32, 8, 2), (128, 32, 8, 2)],
+        64: [(128, 64, 8, 3, 128), (64, 64, 4, 3, 128), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2)],
+        128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+        256: [(128, 32, 8, 2), (128, 64, 8, 1), (64, 32, 4, 2)],
     },
     "dkv": {
-        64: [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (32, 128, 4, 2)],
-        128: [(64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3), (32, 64, 4, 3)],
-        256: [(32, 64, 4, 1), (32, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1), (32, 128, 8, 1), (32, 128, 8, 2)],
+        64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 8, 3)],
+        128: [(64, 128, 8, 3), (64, 128, 8, 2), (64, 128, 8, 1), (64, 64, 4, 2), (32, 128, 8, 2)],
     },
+    "dk": {256: [(32, 128, 8, 2), (64, 128, 8, 1), (32, 64, 4, 1)]},
+    "dv": {256: [(64, 128, 8, 2), (32, 64, 4, 2), (32, 128, 8, 2)]},
 }
+# Products of two tiles that each kernel has.
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2}
 TOKENS, HIDDEN = 16384, 2048  # batch · seqlen and heads · head_dim, as in the papers
 ROUNDS, BURST_MS = 7, 6.0
 
@@ -64,9 +69,8 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of this kernel alone: two products forward, three for dq, four for dk and dv; half of it when causal."""
-        products = {"forward": 2, "dq": 3, "dkv": 4}[self.pass_]
-        return products * 2.0 * TOKENS * self.seqlen * HIDDEN / (2 if self.causal else 1)
+        """Of this kernel alone; half of it when causal."""
+        return PRODUCTS[self.pass_] * 2.0 * TOKENS * self.seqlen * HIDDEN / (2 if self.causal else 1)
 
 
 def cells(seqlens: list[int]) -> Iterator[Cell]:
@@ -85,13 +89,12 @@ def kernel(pass_: str, tensors: tuple[torch.Tensor, ...], causal: bool, tile: Ti
     if pass_ == "forward":
         return lambda: forward(problem, inputs, tile)
     out, lse = forward(problem, inputs, shipped_tile(problem, "forward"))
-    call = launch.prepare(problem, inputs)
+    call = call_of(problem, inputs)
     stats = gradients.statistics(call, (out, lse), (do, None), shipped_tile(problem, "delta"))
     operands = tuple(launch.rows(x, problem) for x in tensors)
     if pass_ == "dq":
         return lambda: gradients.gradient_of_q(call, operands, stats, tile, (inputs, None))[:1]
-    launches = [("k", "v")] if q.shape[-1] <= gradients.TOGETHER else [("k",), ("v",)]
-    return lambda: [grad for names in launches for grad in gradients.gradient_of_kv(call, operands, stats, tile, names)]
+    return lambda: gradients.gradient_of_kv(call, operands, stats, tile, tuple(pass_[1:]))
 
 
 def draw(batch: int, seqlen: int, heads: int, head_dim: int) -> tuple[torch.Tensor, ...]:
@@ -111,11 +114,11 @@ def expected(pass_: str, tensors: tuple[torch.Tensor, ...], causal: bool) -> tup
     out = s.softmax(-1) @ leaves[2]
     if pass_ == "forward":
         return (out.transpose(1, 2), s.logsumexp(-1))
-    grads = [grad.transpose(1, 2) for grad in torch.autograd.grad(out, leaves, do)]
-    return tuple(grads[:1] if pass_ == "dq" else grads[1:])
+    grads = dict(zip("qkv", torch.autograd.grad(out, leaves, do), strict=True))
+    return tuple(grads[name].transpose(1, 2) for name in pass_[1:])
 
 
-def check(candidate: tuple[str, int, tuple[int, int, int, int]]) -> str | None:
+def check(candidate: tuple[str, int, Sizes]) -> str | None:
     """Why a candidate cannot be used, or None; compiles it into Triton's cache on the way."""
     pass_, head_dim, sizes = candidate
     tensors = draw(1, 333, 2, head_dim)
@@ -123,7 +126,7 @@ def check(candidate: tuple[str, int, tuple[int, int, int, int]]) -> str | None:
         for causal in (False, True):
             got = kernel(pass_, tensors, causal, TileConfig(*sizes))()
             for x, y in zip(got, expected(pass_, tensors, causal), strict=True):
-                error = float((x.float() - y).abs().max() / y.abs().max())
+                error = float((x.float() - y.detach()).abs().max() / y.detach().abs().max())
                 if not error < 2e-2:
                     return f"relative error {error:.2g}"
     except Exception as error:  # whatever a compiler or driver may raise: the candidate is out, and the reason is shown
@@ -131,7 +134,7 @@ def check(candidate: tuple[str, int, tuple[int, int, int, int]]) -> str | None:
     return None
 
 
-def check_all(workers: int) -> dict[tuple[str, int, tuple[int, int, int, int]], str | None]:
+def check_all(workers: int) -> dict[tuple[str, int, Sizes], str | None]:
     """`check` of every candidate, in processes of their own."""
     todo = [(p, d, sizes) for p, by_dim in CANDIDATES.items() for d, found in by_dim.items() for sizes in found]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -194,7 +197,7 @@ def winner(measured: list[dict[str, Any]]) -> int:
 def row(pass_: str, head_dim: int, tile: TileConfig, measured: list[dict[str, Any]], index: int) -> str:
     """One line of the table, with the GPU, the date and TFLOP/s per cell."""
     speeds = "/".join(f"{cell['flops'] / cell['ms'][index] / 1e9:.0f}" for cell in measured)
-    sizes = f"{tile.block_m}, {tile.block_n}, {tile.num_warps}, {tile.num_stages}"
+    sizes = ", ".join(str(size) for size in astuple(tile) if size)
     gpu, date = torch.cuda.get_device_name(), time.strftime("%Y-%m-%d")
     return f'    ("triton", "{pass_}", "hopper", "16bit", {head_dim}): TileConfig({sizes}),  # {gpu}, {date}, {speeds}'
 
@@ -202,21 +205,24 @@ def row(pass_: str, head_dim: int, tile: TileConfig, measured: list[dict[str, An
 def report(measured: list[dict[str, Any]], usable: dict[tuple[str, int], list[TileConfig]]) -> list[str]:
     """Print all times and return the rows of the winners."""
     rows: list[str] = []
-    best: dict[tuple[str, int, int, bool], tuple[float, float]] = {}
+    spent: dict[tuple[int, int, bool], float] = {}
+    peers: dict[tuple[str, int, int, bool], float] = {}
     for (pass_, head_dim), tiles in usable.items():
         mine = [cell for cell in measured if (cell["pass_"], cell["head_dim"]) == (pass_, head_dim)]
         for i, tile in enumerate(tiles):
             print(f"{pass_:8}{head_dim:4} {tile}", *(f"{c['flops'] / c['ms'][i] / 1e9:7.0f}" for c in mine))
         index = winner(mine)
         rows.append(row(pass_, head_dim, tiles[index], mine, index))
-        best |= {(pass_, head_dim, c["seqlen"], c["causal"]): (c["ms"][index], c["fa2_ms"]) for c in mine}
-    print("\nspeed relative to FlashAttention-2 with the winners (backward: dq + dk/dv, without delta)")
-    for (pass_, head_dim, seqlen, causal), (ms, peer) in best.items():
-        case = f"D{head_dim} S{seqlen} {'causal' if causal else 'full'}"
-        if pass_ == "forward":
-            print(f"forward  {case}: {peer / ms:.2f}")
-        elif pass_ == "dkv":
-            print(f"backward {case}: {peer / (ms + best['dq', head_dim, seqlen, causal][0]):.2f}")
+        for cell in mine:
+            shape = (head_dim, cell["seqlen"], cell["causal"])
+            if pass_ == "forward":
+                peers["forward", *shape] = cell["fa2_ms"] / cell["ms"][index]
+            else:
+                spent[shape] = spent.get(shape, 0.0) + cell["ms"][index]
+                peers["backward", *shape] = cell["fa2_ms"] / spent[shape]
+    print("\nspeed relative to FlashAttention-2 with the winners (backward: dq, dk, dv, without delta)")
+    for (pass_, head_dim, seqlen, causal), ratio in peers.items():
+        print(f"{pass_:9}D{head_dim} S{seqlen} {'causal' if causal else 'full'}: {ratio:.2f}")
     return rows
 
 

@@ -12,9 +12,16 @@ from offline import CLASSES, Compiled, catching
 from tilewise import _triton, tiles
 from tilewise.arguments import prepare
 
-KERNELS = {"forward": "forward_kernel", "dq": "dq_kernel", "dkv": "dkv_kernel", "dbias": "dbias_kernel"}
+KERNELS = {
+    "forward": "forward_kernel",
+    "dq": "dq_kernel",
+    "dkv": "dkv_kernel",
+    "dk": "dkv_kernel",
+    "dv": "dkv_kernel",
+    "dbias": "dbias_kernel",
+}
 _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
-_NEEDS = {"dq": ("q",), "dkv": ("k", "v"), "dbias": ("bias",)}
+_NEEDS = {"dq": ("q",), "dkv": ("k", "v"), "dk": ("k",), "dv": ("v",), "dbias": ("bias",)}
 
 
 class Row(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 
@@ -50,7 +52,7 @@ def _architecture(problem: Problem) -> str:
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
-    """Tile of a pass: forward, delta, dq, dkv or dbias."""
+    """Tile of a pass: forward, delta, dq, dkv (or dk and dv, each with a kernel of its own), dbias."""
     head_dim = max(problem.head_dim, problem.head_dim_v)
     return tiles.lookup(NAME, pass_, problem.dtype, head_dim, _architecture(problem))
 
@@ -65,5 +67,4 @@ def backward(
     dlse: torch.Tensor | None, needs: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The gradients of the inputs named in `needs`; `do` or `dlse` may be None. Repeatable bit for bit."""
-    passes = {name: tile(problem, name) for name in ("delta", "dq", "dkv", "dbias")}
-    return _backward(problem, inputs, (out, lse), (do, dlse), needs, passes)
+    return _backward(problem, inputs, (out, lse), (do, dlse), needs, partial(tile, problem))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +16,13 @@ from .backward import delta_kernel, dkv_kernel, dq_kernel
 from .bias import dbias
 from .device import Rows
 
-Tiles = dict[str, TileConfig]
-
 # Above this head dim dk and dv do not fit into registers together, and computing the scores once more costs less.
 TOGETHER = 128
 
 
 def backward(
     problem: Problem, inputs: Inputs, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any],
-    needs: tuple[str, ...], tiles: Tiles,
+    needs: tuple[str, ...], tile: Callable[[str], TileConfig],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The gradients named in `needs`.
 
@@ -32,7 +31,7 @@ def backward(
         forward: its ``out`` and ``lse``.
         grads: ``do`` and ``dlse``; one of them may be None.
         needs: names of inputs.
-        tiles: a tile for each pass.
+        tile: the tile of a pass.
     """
     call, (out, lse), (do, dlse) = prepare(problem, inputs), forward, grads
     if do is None:
@@ -42,21 +41,20 @@ def backward(
     dlse = None if dlse is None else dlse.float().contiguous()
     result: dict[str, torch.Tensor] = {}
     with launch.on(problem.device):
-        stats = statistics(call, (out, lse), (do, dlse), tiles["delta"])
+        stats = statistics(call, (out, lse), (do, dlse), tile("delta"))
         operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
-            result["q"], slopes = gradient_of_q(call, operands, stats, tiles["dq"], (inputs, dlse))
+            result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse))
             if slopes is not None:
                 result["alibi_slopes"] = slopes
         wanted = tuple(name for name in ("k", "v") if name in needs)
-        if len(wanted) == 2 and max(problem.head_dim, problem.head_dim_v) <= TOGETHER:
-            result["k"], result["v"] = gradient_of_kv(call, operands, stats, tiles["dkv"], wanted)
-        else:
-            for name in wanted:
-                (result[name],) = gradient_of_kv(call, operands, stats, tiles["dkv"], (name,))
+        apart = max(problem.head_dim, problem.head_dim_v) > TOGETHER
+        for names in [(name,) for name in wanted] if apart else [wanted] if wanted else []:
+            shape = tile("d" + names[0] if apart else "dkv")
+            result |= zip(names, gradient_of_kv(call, operands, stats, shape, names), strict=True)
         if "bias" in needs:
             assert inputs.bias is not None
-            result["bias"] = dbias(inputs.bias, call, operands, stats, tiles["dbias"])
+            result["bias"] = dbias(inputs.bias, call, operands, stats, tile("dbias"))
     if "sinks" in needs:
         assert inputs.sinks is not None
         result["sinks"] = _dsinks(problem, inputs.sinks, lse, stats[1])
