@@ -1,8 +1,8 @@
 """Tile sizes as fixed data: one table, keyed by backend, pass, architecture class, dtype class and head-dim bucket.
 
 Nothing is tuned at run time, because another tile is another rounding; `tools/tune.py` measures candidates and prints
-rows to paste. A remark behind a row is its measured speed, H200, bf16, 2026-11-29: TFLOP/s at 16k full/causal, at 4k causal; of the
-gradients counting the products of that kernel alone (dq 3, dkv 4, dk 3, dv 2).
+rows to paste. A remark behind a row is its measured speed, H200, bf16, 2026-11-29: TFLOP/s at 16k full/causal, and at
+4k causal, counting the products of that kernel alone (forward 2, dq 3, dkv 4, dk 3, dv 2).
 
 Architecture classes of Triton kernels:
 
@@ -60,14 +60,14 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "forward", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3),  # 469/490, 409
     ("triton", "forward", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2),  # 479/469, 389
     ("triton", "forward", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
-    ("triton", "dq", "hopper", "16bit", 64): TileConfig(128, 64, 8, 3, 128),  # 624/607, 541, counting three products
+    ("triton", "dq", "hopper", "16bit", 64): TileConfig(128, 64, 8, 3, 128),  # 624/607, 541
     ("triton", "dq", "hopper", "16bit", 128): TileConfig(128, 64, 8, 3),  # 638/623, 522
     ("triton", "dq", "hopper", "16bit", 256): TileConfig(128, 32, 8, 2),  # 420/435, 375
     ("triton", "dq", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
-    ("triton", "dkv", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),  # 590/583, 494, counting four
+    ("triton", "dkv", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),  # 590/583, 494
     ("triton", "dkv", "hopper", "16bit", 128): TileConfig(64, 128, 8, 3),  # 484/608, 491
-    ("triton", "dk", "hopper", "16bit", 256): TileConfig(32, 128, 8, 2),  # 402/443, 363, counting three
-    ("triton", "dv", "hopper", "16bit", 256): TileConfig(64, 128, 8, 2),  # 524/495, 401, counting two
+    ("triton", "dk", "hopper", "16bit", 256): TileConfig(32, 128, 8, 2),  # 402/443, 363
+    ("triton", "dv", "hopper", "16bit", 256): TileConfig(64, 128, 8, 2),  # 524/495, 401
     ("triton", "dk", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
     ("triton", "dv", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
     ("triton", "dbias", "hopper", "16bit", 128): TileConfig(64, 64, 4, 1),

@@ -53,7 +53,8 @@ def score_tile_gradient(
 ):  # fmt: skip
     """From the products q·k and do·v: probabilities, the same after dropout, ``ds`` of the whole score, its chain.
 
-    `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED.
+    `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED, where delta is
+    subtracted from `dp` already unless there is dropout.
     """
     if variant.fold:
         chain = score.Chain(qk * (variant.scale * LOG2E), qk, qk)
@@ -72,7 +73,9 @@ def score_tile_gradient(
         rescale = 65536.0 / variant.keep
         dropped = tl.where(keep, p * rescale, 0.0)
         dp = tl.where(keep, dp * rescale, 0.0)
-    ds = p * (dp - delta)
+    if not TRANSPOSED or variant.seed is not None:
+        dp = dp - delta
+    ds = p * dp
     if MASKED:
         # What is invisible may be NaN, and 0 · NaN is NaN.
         ds = tl.where(p == 0.0, 0.0, ds)
@@ -208,7 +211,7 @@ def _gather_dkv(
     head, tile = n0 * 0 - 1, hi + n0 * 0
     if shape.GROUP == 1:
         head = n0 * 0
-    for i in tl.range(lo, end):
+    for i in tl.range(lo, end, disable_licm=True):
         head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
         m0 = tile * shape.BLOCK_M
         own = score.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
@@ -227,7 +230,11 @@ def _gather_dkv(
         qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
         dp = qk
         if shape.WANT_K:
-            dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
+            dp = tl.zeros_like(qk)
+            if variant.seed is None:
+                # Starting from -delta frees its registers before the probabilities need some.
+                dp -= delta_rows[None, :]
+            dp = device.dot_add(v_tile, tl.trans(do_tile), dp)  # [N, M]
         _, p, ds, chain = score_tile_gradient(
             qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left,
             right, MASKED, True,
