@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from ..kernels.replay import Repeated
 from ..mask_algebra import And, Mask
 from ..masks import Causal, Full, Window
 from ..problem import Inputs, Problem
@@ -53,3 +56,8 @@ def tile(problem: Problem, pass_: str) -> TileConfig:
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in q's dtype and ``lse`` fp32, -inf for rows that see nothing."""
     return launch.forward(problem, inputs)
+
+
+def bind(problem: Problem) -> Repeated:
+    """`forward` for calls that are alike: all of this problem, with tensors of the same strides."""
+    return Repeated(partial(launch.forward, problem))

@@ -10,6 +10,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..kernels.replay import Tape
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
@@ -109,30 +110,30 @@ def plan(problem: Problem) -> Plan | None:
     )
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch: ``out`` and ``lse``."""
-    q = _addressable(inputs.q)
-    out = torch.empty(problem.out_shape(q), dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
+    tape = tape or Tape()
+    q = tape.part(_addressable(inputs.q), inputs.q)
+    out = tape.empty(problem.out_shape(q), q.dtype, q.device)
+    lse = tape.empty(problem.lse_shape(q), torch.float32, q.device)
     this = plan(problem)
     if this is None:
         return out.zero_(), lse.fill_(float("-inf"))
-    k, v = (_addressable(x[:, this.keys]) for x in (inputs.k, inputs.v))
+    k, v = (tape.part(_addressable(x[:, this.keys]), x) for x in (inputs.k, inputs.v))
     d, d_v = this.dims
+    arguments = (
+        _descriptor(q, _ROWS, d),
+        _descriptor(k, this.block_n, d),
+        _descriptor(v, this.block_n, d_v),
+        _descriptor(out, _ROWS, d_v),
+        lse,
+        tape.constant(this.dealt.table),
+        problem.softmax_scale * math.log2(math.e),
+        this.dealt.rounds,
+        *this.scalars,
+        this.shape,
+        *this.compiled,
+    )
     with torch.cuda.device(q.device):
-        forward_kernel[(this.dealt.programs,)](
-            _descriptor(q, _ROWS, d),
-            _descriptor(k, this.block_n, d),
-            _descriptor(v, this.block_n, d_v),
-            _descriptor(out, _ROWS, d_v),
-            lse,
-            this.dealt.table,
-            problem.softmax_scale * math.log2(math.e),
-            this.dealt.rounds,
-            *this.scalars,
-            this.shape,
-            *this.compiled,
-            num_warps=4,
-            maxnreg=this.maxnreg,
-        )
+        tape.launch(forward_kernel, this.dealt.programs, arguments, num_warps=4, maxnreg=this.maxnreg)
     return out, lse
