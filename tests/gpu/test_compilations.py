@@ -42,8 +42,12 @@ def forward_and_backward(call: Call, backend: str | None) -> None:
 
 def calls(name: str) -> list[Call]:
     """Calls with a feature, which differ in lengths, batch and values alone."""
+    made = []
     with torch.device("cuda"):
-        return [Call(*tensors(size), FEATURES[name](size)) for size in SIZES]
+        for size in SIZES:
+            q, k, v = tensors(size)
+            made.append(Call(q, k, v, FEATURES[name](size)))
+    return made
 
 
 def packed_calls(name: str) -> list[Call]:
@@ -81,7 +85,7 @@ def test_packed_lengths(name: str, compiled: list[str]) -> None:
 
 
 @triton.jit
-def store_number(x, N: tl.constexpr):
+def store_number(x: tl.tensor, N: tl.constexpr) -> None:
     tl.store(x, N)
 
 

@@ -115,13 +115,15 @@ def assert_linear(short: int, long: int, planned: bool = False) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, backend: str | None) -> None:
-    assert_linear(*(dense(n, HEADS, name, False, backend) for n in (SHORT, LONG)), planned=name in PLANNED)
+    short, long = (dense(n, HEADS, name, False, backend) for n in (SHORT, LONG))
+    assert_linear(short, long, planned=name in PLANNED)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("heads_kv, with_lse", [(1, False), (1, True), (2, True)], ids=["gqa", "gqa_lse", "lse"])
 def test_grouped_heads_and_lse(heads_kv: int, with_lse: bool, backend: str | None) -> None:
-    assert_linear(*(dense(n, heads_kv, "plain", with_lse, backend) for n in (SHORT, LONG)))
+    short, long = (dense(n, heads_kv, "plain", with_lse, backend) for n in (SHORT, LONG))
+    assert_linear(short, long)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
