@@ -158,7 +158,7 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: torch.Tensor | None) -> Any:
-        results = call.forward(tensors)
+        results = call.forward(tensors + call.absent)
         ctx.call = call
         ctx.save_for_backward(*results, *tensors)
         ctx.set_materialize_grads(False)
@@ -166,8 +166,12 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        grads = _wanted(ctx.needs_input_grad[1:], ctx.call.static, ctx.saved_tensors, do, dlse)
-        return (None, *grads)
+        saved = (*ctx.saved_tensors, *ctx.call.absent)
+        return (None, *_wanted(ctx.needs_input_grad[1:], ctx.call.static, saved, do, dlse))
+
+
+# `Eager.apply` without what serves transforms, which known calls are never under.
+apply_eager = super(torch.autograd.Function, Eager).apply
 
 
 def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor]:

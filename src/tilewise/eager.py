@@ -33,11 +33,16 @@ _calls: dict[Key, Call] = {}
 class Call:
     """A call that has been served, ready for the next one like it."""
 
-    def __init__(self, problem: Problem, reads_values: bool, return_lse: bool) -> None:
+    def __init__(self, problem: Problem, inputs: Inputs, return_lse: bool) -> None:
         self.problem, self._return_lse = problem, return_lse
-        self._reads_values = reads_values
-        self._seeded = problem.has_dropout
-        self._needs_grad = problem.options.needs_grad
+        self._needs_grad, self._seeded = problem.options.needs_grad, problem.has_dropout
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
+        here = any(x is not None and x.device.type == "cpu" for x in lengths)
+        self._reads_values = here or (problem.packed and problem.options.validate)
+        given = len(inputs) if any(x is not None for x in inputs[3:]) else 3
+        # Autograd takes its time for each argument, None included.
+        self.absent = (None,) * (len(inputs) - given)
+        self._given = given
         self.static = (problem.options.encode([]), problem.seqlen_q, problem.seqlen_k)
         self.forward = dispatch.bind(problem)
 
@@ -51,7 +56,7 @@ class Call:
         if self._reads_values:
             checks.metadata(problem, Inputs(*tensors))
         if self._needs_grad:
-            out, lse = autograd.Eager.apply(self, *tensors)
+            out, lse = autograd.apply_eager(self, *tensors[: self._given])
         else:
             out, lse = self.forward(tensors)
         return (out, lse) if self._return_lse else out
@@ -73,16 +78,24 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         or forward_ad._current_level >= 0
     ):
         return None, None
-    q, k, v, *others = tensors
+    q, k, v, bias, slopes, sinks, _, cu_seqlens_q, *_ = tensors
     mask, window, score_mod = asked[:3]
+    # A tensor that has outlived its transform is still wrapped.
+    wrapped = c._functorch.is_functorch_wrapped_tensor
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
-    if not plain or score_mod is not None or not (mask is None or _is_value(mask)):
+    if not plain or wrapped(q) or wrapped(k) or wrapped(v):
+        return None, None
+    if score_mod is not None or not (mask is None or _is_value(mask)):
         return None, None
     try:
+        others, learned = None, False
+        if bias is not None or slopes is not None or sinks is not None or cu_seqlens_q is not None:
+            others = tuple([None if x is None else _traits(x) for x in tensors[3:]])
+            learned = any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device, tuple([None if x is None else _traits(x) for x in others]),
-            c.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _any_requires(others)),
+            v.shape, v.stride(), v.dtype, v.device, others,
+            c.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad),
             asked, tuple(map(type, asked)), tuple(map(type, window)) if type(window) is tuple else None,
         )  # fmt: skip
         return key, _calls.get(key)
@@ -92,13 +105,14 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
 
 
 def _traits(x: torch.Tensor) -> tuple[Any, ...]:
-    if type(x) not in _PLAIN:
+    """What the key holds of a tensor.
+
+    Raises:
+        TypeError: it is no plain one.
+    """
+    if type(x) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise TypeError
     return x.shape, x.stride(), x.dtype, x.device
-
-
-def _any_requires(others: list[torch.Tensor | None]) -> bool:
-    return any(x is not None and x.requires_grad for x in others)
 
 
 def _is_value(mask: Any) -> bool:
@@ -118,9 +132,7 @@ def remember(key: Key, problem: Problem, inputs: Inputs, return_lse: bool) -> No
         return
     if len(_calls) >= _MOST:
         _calls.clear()
-    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-    here = any(x is not None and x.device.type == "cpu" for x in lengths)
-    _calls[key] = Call(problem, here or (problem.packed and problem.options.validate), return_lse)
+    _calls[key] = Call(problem, inputs, return_lse)
 
 
 def forget() -> None:

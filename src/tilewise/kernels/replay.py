@@ -12,6 +12,7 @@ replayed, so whoever uses a tape need not say what is safe to replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import getclosurevars
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +21,7 @@ import triton
 
 from ..problem import Inputs
 
-# Descriptors are kept for this many addresses of a tensor; an allocator hands out the same ones again and again.
+# What depends on addresses is kept for this many: an allocator hands out the same ones again and again.
 _ADDRESSES = 64
 
 
@@ -88,30 +89,39 @@ class Replay:
     """A call's work, to be done again for other tensors."""
 
     def __init__(self, memory: Sequence[_Memory], launches: Sequence[_Launch], results: Sequence[int]) -> None:
-        self._memory, self._launches, self._results = tuple(memory), tuple(launches), tuple(results)
-        driver = triton.runtime.driver.active
+        self._memory = [(_allocator(x.device), x.shape, x.strides, x.dtype, x.fill) for x in memory]
+        self._launches, self._results = tuple(launches), tuple(results)
+        self._runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
         self._current_device = getattr(torch._C, "_cuda_getDevice", driver.get_current_device)
         self._current_stream = driver.get_current_stream
         self._index = memory[0].device.index or 0
 
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         """The results for these tensors, in the tape's order; None, and nothing done that counts, if it must not."""
-        runtime = triton.knobs.runtime
-        if (
-            self._current_device() != self._index
-            or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-            or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
-        ):
+        enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
+        if self._current_device() != self._index or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return None
         held: list[Any] = list(tensors)
-        for shape, strides, dtype, device, fill in self._memory:
-            x = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        for allocate, shape, strides, dtype, fill in self._memory:
+            x = allocate(shape, strides, dtype)
             held.append(x if fill is None else x.fill_(fill))
         stream = self._current_stream(self._index)
         for launch in self._launches:
             if not launch(held, stream):
                 return None
         return tuple([held[i] for i in self._results])
+
+
+def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """``empty_strided(shape, strides, dtype)`` on the current device, past the dispatcher, as compiled graphs do."""
+    direct = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    return direct or partial(_empty_strided, device)
+
+
+def _empty_strided(
+    device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 class _Launch:
@@ -139,7 +149,9 @@ class _Launch:
                     if isinstance(value, torch.Tensor):
                         self._add(i, find(value))
             self._values.append(argument)
-        self._records = sorted({change.place for change in self._changes if change.inside is not None})
+        self._records = {change.place for change in self._changes if change.inside is not None}
+        self._tensors = tuple(sorted({change.part.tensor for change in self._changes}))
+        self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def _add(self, inside: int | None, part: _Part | None, encode: Callable[[int], Any] | None = None) -> None:
         """The next argument, or part of it, changes."""
@@ -149,22 +161,33 @@ class _Launch:
             raise _Unknown
 
     def __call__(self, held: Sequence[Any], stream: int) -> bool:
-        values = self._values.copy()
-        for place in self._records:
-            values[place] = list(values[place])
-        for place, inside, (tensor, offset, misaligned), encode in self._changes:
-            address = held[tensor].data_ptr() + offset
-            if address & misaligned:
+        """Launch for these tensors; False if the kernel was compiled for other addresses."""
+        addresses = tuple([held[i].data_ptr() for i in self._tensors])
+        arguments = self._made.get(addresses)
+        if arguments is None:
+            arguments = self._arguments(addresses)
+            if arguments is None:
                 return False
+            if len(self._made) >= _ADDRESSES:
+                self._made.clear()
+            self._made[addresses] = arguments
+        self._start(self._programs, 1, 1, stream, *arguments)
+        return True
+
+    def _arguments(self, addresses: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """Everything from the stream on; None if an address is not as the compiler was told."""
+        starts = dict(zip(self._tensors, addresses, strict=True))
+        values = [list(x) if place in self._records else x for place, x in enumerate(self._values)]
+        for place, inside, (tensor, offset, misaligned), encode in self._changes:
+            address = starts[tensor] + offset
+            if address & misaligned:
+                return None
             if inside is not None:
                 values[place][inside] = address
             else:
                 values[place] = address if encode is None else encode(address)
-        for place in self._records:
-            values[place] = tuple(values[place])
-        arguments = values if self._spread else (values,)
-        self._start(self._programs, 1, 1, stream, *self._fixed, *arguments)
-        return True
+        values = [tuple(x) if place in self._records else x for place, x in enumerate(values)]
+        return (*self._fixed, *values) if self._spread else (*self._fixed, tuple(values))
 
 
 def _convention(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...], bool]:
