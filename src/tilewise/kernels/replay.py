@@ -135,23 +135,31 @@ class _Launch:
         self._values: list[Any] = []
         self._changes: list[_Change] = []
         described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+        # What the driver is given as an address must stay.
+        self._kept = [x for x in arguments if isinstance(x, torch.Tensor) and find(x) is None]
         for argument in arguments:
             if hasattr(argument, "block_shape"):
                 self._add(None, find(argument.base), _Descriptors(argument, next(described, None)))
                 self._values += [None, *argument.shape, *argument.strides]
-                continue
-            if isinstance(argument, torch.Tensor):
+            elif isinstance(argument, torch.Tensor):
                 self._add(None, find(argument))
-            elif isinstance(argument, tuple):
-                for i, value in enumerate(argument):
-                    if isinstance(value, tuple):
-                        raise _Unknown
-                    if isinstance(value, torch.Tensor):
-                        self._add(i, find(value))
-            self._values.append(argument)
+                self._values.append(argument.data_ptr())
+            else:
+                self._values.append(self._record(argument, find) if isinstance(argument, tuple) else argument)
         self._records = {change.place for change in self._changes if change.inside is not None}
         self._tensors = tuple(sorted({change.part.tensor for change in self._changes}))
         self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def _record(self, given: tuple[Any, ...], find: Find) -> tuple[Any, ...]:
+        for i, value in enumerate(given):
+            if isinstance(value, tuple):
+                raise _Unknown
+            if isinstance(value, torch.Tensor):
+                part = find(value)
+                if part is None:
+                    raise _Unknown
+                self._add(i, part)
+        return tuple([None if isinstance(value, torch.Tensor) else value for value in given])
 
     def _add(self, inside: int | None, part: _Part | None, encode: Callable[[int], Any] | None = None) -> None:
         """The next argument, or part of it, changes."""
