@@ -24,8 +24,9 @@ from tilewise.hopper import launch
 from tilewise.kernels import replay
 from tilewise.problem import Problem
 
-# Python functions that a replayed forward pass enters, from the entry point to the driver's.
-FUNCTIONS = 11
+# Python functions that a replayed forward pass enters, from the entry point to the driver's, if addresses are new to it:
+# one more for the arguments, and one for each descriptor.
+FUNCTIONS = 14
 
 Launch = tuple[int, int, tuple[Any, ...]]
 
@@ -299,14 +300,12 @@ def test_no_tensor_is_kept(machine: Machine, backend: str) -> None:
 def test_a_replayed_call_enters_few_functions(machine: Machine, backend: str) -> None:
     inputs, entered = tensors("grouped"), []
     for _ in range(3):
-        results = tilewise.attention(*inputs, causal=True, backend=backend)
+        tilewise.attention(*inputs, causal=True, backend=backend)
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         if event == "call" and frame.f_globals["__name__"].partition(".")[0] in ("tilewise", "torch", "triton"):
             entered.append(frame.f_code.co_name)
 
-    # The same addresses come again, as they do from a GPU's allocator.
-    del results
     for _ in range(3):
         entered.clear()
         sys.setprofile(profile)
