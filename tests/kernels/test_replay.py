@@ -24,7 +24,7 @@ from tilewise.hopper import launch
 from tilewise.kernels import replay
 from tilewise.problem import Problem
 
-# Python functions that a replayed forward pass enters, from the entry point to the driver's, if addresses are new to it:
+# Python functions that a replayed forward pass enters, from entry point to driver, where addresses are new to it:
 # one more for the arguments, and one for each descriptor.
 FUNCTIONS = 14
 
