@@ -1,18 +1,20 @@
 # Every target sets up what it needs. Variables: PYTHON (3.10 or later), PIP_ARGS (extra arguments to pip),
-# ARGS (extra arguments to the demo or to pytest), WORKERS (test processes).
+# ARGS (extra arguments to the demo or to pytest), WORKERS (test processes), GPU_BACKENDS (of make gpu).
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
 # A process per core with one PyTorch thread each: 912 conformance tests took 40 s so on two cores that others used as well,
 # and 243 s in one process with two threads, which wait for each other on tensors this small.
 WORKERS ?= auto
+# What `make gpu` tests; on a GPU other than Hopper: make gpu GPU_BACKENDS=triton
+GPU_BACKENDS ?= triton hopper
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types build table format clean
+.PHONY: help setup demo test gpu sanitize check lint types build table format clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -35,6 +37,12 @@ demo: setup ## Train a small model on real text with tiled attention, beside PyT
 
 test: setup ## Run the tests.
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
+
+gpu: setup ## Run the tests that need a GPU, and the conformance suite on it. One process: they fill its memory.
+	$(BIN)/python -m pytest -q tests/conformance tests/gpu $(GPU_BACKENDS:%=--backend %) $(ARGS)
+
+sanitize: setup ## Run a few calls under NVIDIA's compute-sanitizer, on a GPU.
+	$(BIN)/python tools/sanitize.py
 
 check: lint types build test ## Everything that has to hold before a commit.
 

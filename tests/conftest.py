@@ -25,6 +25,8 @@ _POISONED = [
     (torch, "empty_strided"),
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
+    (torch._C._dynamo.guards, "_empty_strided_cpu"),
+    (torch._C._dynamo.guards, "_empty_strided_cuda"),
 ]
 
 

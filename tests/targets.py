@@ -13,16 +13,6 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {
     "hopper": (
         "inputs; it takes float16 and bfloat16",
         "a head dim above 256",
-        "a head dim that is no multiple of 8",
-        "packed sequences",
-        "masks beyond causal and window",
-        "softcap",
-        "score_mod",
-        "ALiBi",
-        "bias",
-        "sinks",
-        "dropout",
-        "out_dtype other than q's",
         "the backward pass",
     ),
 }

@@ -96,7 +96,7 @@ def test_every_other_backend_gives_its_reason() -> None:
 
 @pytest.mark.parametrize(
     ("device", "options", "backend"),
-    [("h200", {"causal": True}, "hopper"), ("h200", {"softcap": 30.0}, "triton"), ("rtx4090", {}, "triton")],
+    [("h200", {"causal": True}, "hopper"), ("h200", {"softcap": 30.0}, "hopper"), ("rtx4090", {}, "triton")],
 )
 def test_a_call_is_explained_for_a_device_that_is_not_here(device: str, options: dict[str, Any], backend: str) -> None:
     q, k = described(1, 4096, 32, 128), described(1, 4096, 8, 128)

@@ -71,7 +71,7 @@ def prepare(
     problem = Problem.of(inputs, options, max_seqlen_q or 0, max_seqlen_k or 0)
     checks.modifiers(problem, inputs)
     if problem.has_dropout or dropout_seed is not None:
-        seed = _seed(dropout_seed, q.device)
+        seed = seed_tensor(dropout_seed, q.device)
         inputs = inputs._replace(dropout_seed=seed if problem.has_dropout else None)
     return problem, inputs, return_lse
 
@@ -153,7 +153,7 @@ def _out_dtype(out_dtype: Any, dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32
 
 
-def _seed(seed: Any, device: torch.device) -> torch.Tensor:
+def seed_tensor(seed: Any, device: torch.device) -> torch.Tensor:
     """The dropout seed as a scalar int64 tensor; drawn from torch's generator of the device where none is given."""
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)

@@ -7,8 +7,7 @@ arrangement per call and traces under `torch.compile(fullgraph=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,16 +30,6 @@ _library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor out, Tensor lse, Tensor? do, Tensor? dlse, str needs, {_INPUTS}) -> Tensor[]")
 
 
-@contextmanager
-def _plain_numerics(device: torch.device) -> Iterator[None]:
-    """Autocast would reach into a backend's own products and lower them; the surface has cast already."""
-    if torch.is_autocast_enabled(device.type):
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        yield
-
-
 def _problem(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs]:
     """The problem that an operator's arguments describe."""
     inputs = Inputs(*arguments[:_N_INPUTS])
@@ -53,7 +42,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     this, inputs = _problem(arguments)
     checks.metadata(this, inputs)
     backend = dispatch.module(dispatch.choose(this))
-    with _plain_numerics(this.device):
+    with dispatch.plain_numerics(this.device):
         return backend.forward(this, inputs)
 
 
@@ -68,7 +57,7 @@ def _backward(
     this, inputs = _problem(arguments)
     backend = dispatch.module(dispatch.choose(this, "backward"))
     names = tuple(needs.split())
-    with _plain_numerics(this.device):
+    with dispatch.plain_numerics(this.device):
         grads = backend.backward(this, inputs, out, lse, do, dlse, names)
     return [grads[name] for name in names]
 
@@ -119,16 +108,24 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        out, lse, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3 : 3 + len(DIFFERENTIABLE)]
-        if do is None and dlse is None:
-            return (None,) * (3 + len(tensors))
-        needs = " ".join(name for name, want in zip(DIFFERENTIABLE, wanted, strict=True) if want)
-        # A compiled backward pass is never differentiated again: the compiler refuses that itself.
-        first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
-        grads = iter(first_order(needs, ctx.static, out, lse, do, dlse, *tensors))
-        named = [next(grads) if want else None for want in wanted]
-        return (None, None, None, *named, *(None,) * (len(tensors) - len(named)))
+        return (None, None, None, *_wanted(ctx.needs_input_grad[3:], ctx.static, ctx.saved_tensors, do, dlse))
+
+
+def _wanted(
+    wanted: Sequence[bool], static: tuple[str, int, int], saved: Sequence[torch.Tensor], do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """The gradients of all inputs of a call, None for those not `wanted`; `saved` are its results and its inputs."""
+    nothing = (None,) * len(wanted)
+    if do is None and dlse is None:
+        return nothing
+    out, lse, *tensors = saved
+    needs = " ".join(name for name, want in zip(DIFFERENTIABLE, wanted, strict=False) if want)
+    # A compiled backward pass is never differentiated again: the compiler refuses that itself.
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    grads = iter((_FirstOrder.apply if again else _gradients)(needs, static, out, lse, do, dlse, *tensors))
+    named = [next(grads) if want else None for want in wanted[: len(DIFFERENTIABLE)]]
+    return (*named, *nothing[len(named) :])
 
 
 def _gradients(needs: str, static: tuple[str, int, int], *tensors: Any) -> tuple[torch.Tensor, ...]:
@@ -151,6 +148,30 @@ class _FirstOrder(torch.autograd.Function):
         got = "a second derivative (create_graph=True, then backward through a gradient)"
         fix = "use torch's math attention, F.scaled_dot_product_attention under SDPBackend.MATH, for this term"
         fail(UnsupportedError, "backward", got, "first derivatives", fix)
+
+
+class Eager(torch.autograd.Function):
+    """`_Attention` for a call that was seen before (`eager.Call`), of plain tensors: no operator on the way.
+
+    A function with `setup_context` costs as much per call as all the rest of a known one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *tensors: torch.Tensor | None) -> Any:
+        results = call.forward(tensors + call.absent)
+        ctx.call = call
+        ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+        saved = (*ctx.saved_tensors, *ctx.call.absent)
+        return (None, *_wanted(ctx.needs_input_grad[1:], ctx.call.static, saved, do, dlse))
+
+
+# `Eager.apply` without what serves transforms, which known calls are never under.
+apply_eager = super(torch.autograd.Function, Eager).apply
 
 
 def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor]:

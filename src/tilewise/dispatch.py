@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, util
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from . import errors
-from .problem import Problem
+from .problem import Inputs, Problem
 
 # Best first; imported only when a problem may be theirs.
 _MODULES = {"cpu": "tilewise.cpu", "hopper": "tilewise.hopper", "triton": "tilewise._triton"}
@@ -31,6 +36,29 @@ def reasons(name: str, problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a pass of the problem here; empty if it can."""
     missing = _missing(name)
     return [missing] if missing else module(name).unsupported_reasons(problem, pass_)
+
+
+def bind(problem: Problem) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
+    """The forward pass for many calls of one problem, as a function of the tensors of `Inputs`."""
+    backend = module(choose(problem))
+    if hasattr(backend, "bind"):
+        return backend.bind(problem)
+
+    def forward(tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        with plain_numerics(problem.device):
+            return backend.forward(problem, Inputs(*tensors))
+
+    return forward
+
+
+@contextmanager
+def plain_numerics(device: torch.device) -> Iterator[None]:
+    """Autocast would reach into a backend's own products and lower them; the surface has cast already."""
+    if torch.is_autocast_enabled(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield
 
 
 def check_name(backend: str | None) -> None:

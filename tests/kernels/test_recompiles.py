@@ -16,9 +16,8 @@ import torch
 from offline import Key, keys
 from test_hopper import elsewhere  # noqa: F401 - a fixture
 
-from tilewise import _triton
+from tilewise import _triton, hopper
 from tilewise.arguments import prepare
-from tilewise.hopper import launch
 from variations import (
     FEATURES,
     HEAD_DIM,
@@ -157,29 +156,31 @@ def test_where_small_tensors_lie_does_not_count() -> None:
     assert_one_key([at(0), at(1)])
 
 
-def hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[Key]:
+def launched_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[Key]:
     """The keys of the Hopper forward."""
     problem, inputs, _ = prepare(q, k, v, **options)
     with keys() as caught:
-        launch.forward(problem, inputs)
+        hopper.forward(problem, inputs)
     return caught
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("name", ["plain", "causal", "scale"])
 def test_hopper_lengths_batches_and_values(name: str) -> None:
-    assert_one_key([hopper(*tensors(size), **FEATURES[name](size)) for size in SIZES])
+    assert_one_key([launched_on_hopper(*tensors(size), **FEATURES[name](size)) for size in SIZES])
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_hopper_windows() -> None:
     # A bound past every key is none, so each side has two kernels; these bounds are all inside.
-    assert_one_key([hopper(*tensors(size), window=(1 + size.turn, 16)) for size in SIZES])
+    assert_one_key([launched_on_hopper(*tensors(size), window=(1 + size.turn, 16)) for size in SIZES])
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_hopper_strides_and_heads(options: Options) -> None:
-    calls = [hopper(*x, **options) for x in views(Size(200, 200, 2, 0)).values()]
-    calls.append(hopper(*(torch.empty(2, 200, 3, HEAD_DIM, dtype=torch.bfloat16) for _ in range(3)), **options))
+    calls = [launched_on_hopper(*x, **options) for x in views(Size(200, 200, 2, 0)).values()]
+    calls.append(
+        launched_on_hopper(*(torch.empty(2, 200, 3, HEAD_DIM, dtype=torch.bfloat16) for _ in range(3)), **options)
+    )
     assert_one_key(calls)

@@ -9,6 +9,7 @@ import triton
 
 from .. import errors, tiles
 from ..kernels import compiled
+from ..kernels.replay import Repeated, Tape
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from .forward import forward as _forward
@@ -60,6 +61,15 @@ def tile(problem: Problem, pass_: str) -> TileConfig:
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `problem.out_dtype` and ``lse`` fp32, -inf for rows that see nothing."""
     return _forward(problem, inputs, tile(problem, "forward"))
+
+
+def bind(problem: Problem) -> Repeated:
+    """`forward` for calls that are alike: all of this problem, with tensors of the same strides."""
+    return Repeated(partial(_run, problem, tile(problem, "forward")))
+
+
+def _run(problem: Problem, tile: TileConfig, inputs: Inputs, tape: Tape) -> tuple[torch.Tensor, torch.Tensor]:
+    return _forward(problem, inputs, tile, tape)
 
 
 def backward(

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..kernels import score
 from ..kernels.call import prepare
+from ..kernels.replay import Tape
 from ..kernels.score import LOG2E
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
@@ -118,23 +119,23 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     device.store_rows(out_ptr, out.seq, offs_m, rows_left, acc, shape.HEAD_DIM_V, shape.BLOCK_DV)
 
 
-def forward(problem: Problem, inputs: Inputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    problem: Problem, inputs: Inputs, tile: TileConfig, tape: Tape | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch: ``out`` in `problem.out_dtype` and ``lse`` fp32."""
-    q = inputs.q
+    q, tape = inputs.q, tape or Tape()
     # Rows of packed tensors that belong to no member are written by nobody else.
-    fresh, empty = (q.new_zeros, float("-inf")) if problem.packed else (q.new_empty, None)
-    out = fresh(problem.out_shape(q), dtype=problem.out_dtype)
-    lse = q.new_empty(problem.lse_shape(q), dtype=torch.float32)
-    if empty is not None:
-        lse.fill_(empty)
+    zero, nothing = (0.0, float("-inf")) if problem.packed else (None, None)
+    out = tape.empty(problem.out_shape(q), problem.out_dtype, q.device, zero)
+    lse = tape.empty(problem.lse_shape(q), torch.float32, q.device, nothing)
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     call = prepare(problem, inputs)
-    grid = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
-    if grid:
+    programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
+    if programs:
+        arguments = (
+            *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
+            *call.variant(tile), launch.shape(problem, tile), *call.sizes,
+        )  # fmt: skip
         with launch.on(q.device):
-            forward_kernel[(grid,)](
-                *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
-                *call.variant(tile), launch.shape(problem, tile), *call.sizes,
-                **tile.launch_options,
-            )  # fmt: skip
+            tape.launch(forward_kernel, programs, arguments, **tile.launch_options)
     return out, lse

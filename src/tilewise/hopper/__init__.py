@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
-from ..mask_algebra import And, Mask
-from ..masks import Causal, Full, Window
+from .. import errors
+from ..kernels import compiled
+from ..kernels.replay import Repeated
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
-from . import launch
+from . import launch, variants
 
 NAME = "hopper"
 MAX_HEAD_DIM = 256
 
 
-def _is_band(mask: Mask) -> bool:
-    if isinstance(mask, And):
-        return _is_band(mask.a) and _is_band(mask.b)
-    return isinstance(mask, (Full, Causal, Window))
+def _launch(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return variants.forward if variants.needed(problem) else launch.forward
 
 
 def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
@@ -27,22 +29,17 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
         return [f"tensors on {where}; it needs compute capability 9.0 (H100, H200)"]
     if pass_ != "forward":
         return ["the backward pass"]
-    options, dims = problem.options, (problem.head_dim, problem.head_dim_v)
+    dims = (problem.head_dim, problem.head_dim_v)
     refused = {
         f"{problem.dtype} inputs; it takes float16 and bfloat16": problem.dtype not in (torch.float16, torch.bfloat16),
         f"a head dim above {MAX_HEAD_DIM}": max(dims) > MAX_HEAD_DIM,
-        "a head dim that is no multiple of 8": any(d % 8 for d in dims),
-        "packed sequences": problem.packed,
-        "masks beyond causal and window": not _is_band(options.mask),
-        "softcap": options.softcap is not None,
-        "score_mod": options.score_mod is not None,
-        "ALiBi": problem.has_alibi,
-        "bias": problem.has_bias,
-        "sinks": problem.has_sinks,
-        "dropout": problem.has_dropout,
-        "out_dtype other than q's": problem.out_dtype != problem.dtype,
     }
-    return [reason for reason, holds in refused.items() if holds]
+    reasons = [reason for reason, holds in refused.items() if holds]
+    try:
+        compiled.check(problem.options)
+    except errors.UnsupportedError as error:
+        reasons.append(str(error))
+    return reasons
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
@@ -52,4 +49,9 @@ def tile(problem: Problem, pass_: str) -> TileConfig:
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in q's dtype and ``lse`` fp32, -inf for rows that see nothing."""
-    return launch.forward(problem, inputs)
+    return _launch(problem)(problem, inputs)
+
+
+def bind(problem: Problem) -> Repeated:
+    """`forward` for calls that are alike: all of this problem, with tensors of the same strides."""
+    return Repeated(partial(_launch(problem), problem))

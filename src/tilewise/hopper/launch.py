@@ -10,13 +10,15 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..kernels.replay import Tape
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
-from .forward import Shape, forward_kernel
+from .forward import forward_kernel
 from .schedule import Bounds, Dealt, deal
+from .work import Shape
 
-_ROWS = 64  # of one warpgroup
+ROWS = 64  # of one warpgroup
 _GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
 _REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
@@ -27,7 +29,7 @@ def block(head_dim: int) -> int:
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
-def _addressable(x: torch.Tensor) -> torch.Tensor:
+def addressable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy if TMA cannot address it: strides and start must be multiples of 16 bytes."""
     unit = 16 // x.element_size()
     steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
@@ -40,9 +42,10 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _GL[dtype])
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A TMA descriptor of [B, S, H, D] for tiles of so many rows of one head."""
     # A dimension of size 1 may have any stride, which TMA would still check.
-    strides = [stride if size > 1 else x.shape[-1] for stride, size in zip(x.stride()[:-1], x.shape, strict=False)]
+    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape, strict=False)]
     tile = [1, rows, 1, columns]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, columns, x.dtype))
 
@@ -82,6 +85,17 @@ class Plan(NamedTuple):
     maxnreg: int
 
 
+def compile_time(tile: TileConfig) -> tuple[int, int, int]:
+    """What kernels take behind their shape: stages, registers of the producer and of consumers."""
+    producer_regs, consumer_regs, _ = _REGISTERS[tile.block_m // ROWS]
+    return tile.num_stages, producer_regs, consumer_regs
+
+
+def entry_registers(tile: TileConfig) -> int:
+    """The option maxnreg."""
+    return _REGISTERS[tile.block_m // ROWS][2]
+
+
 @lru_cache(maxsize=512)
 def plan(problem: Problem) -> Plan | None:
     """The plan of a problem, made once; None where there is nothing to compute."""
@@ -90,12 +104,10 @@ def plan(problem: Problem) -> Plan | None:
     if not pairs or not problem.seqlen_q or first == last:
         return None
     tile = tile_of(problem)
-    consumers = tile.block_m // _ROWS
-    producer_regs, consumer_regs, maxnreg = _REGISTERS[consumers]
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
-    sizes = (tile.block_m, tile.block_n, d, d_v, consumers, d == d_v == 256)
+    sizes = (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256)
     return Plan(
         slice(first, last),
         tile.block_n,
@@ -104,35 +116,35 @@ def plan(problem: Problem) -> Plan | None:
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
         Shape(*(gl.constexpr(size) for size in sizes)),
-        (tile.num_stages, producer_regs, consumer_regs),
-        maxnreg,
+        compile_time(tile),
+        entry_registers(tile),
     )
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch: ``out`` and ``lse``."""
-    q = _addressable(inputs.q)
-    out = torch.empty(problem.out_shape(q), dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.lse_shape(q), dtype=torch.float32, device=q.device)
+    tape = tape or Tape()
+    q = tape.part(addressable(inputs.q), inputs.q)
+    out = tape.empty(problem.out_shape(q), q.dtype, q.device)
+    lse = tape.empty(problem.lse_shape(q), torch.float32, q.device)
     this = plan(problem)
     if this is None:
         return out.zero_(), lse.fill_(float("-inf"))
-    k, v = (_addressable(x[:, this.keys]) for x in (inputs.k, inputs.v))
+    k, v = (tape.part(addressable(x[:, this.keys]), x) for x in (inputs.k, inputs.v))
     d, d_v = this.dims
+    arguments = (
+        descriptor(q, ROWS, d),
+        descriptor(k, this.block_n, d),
+        descriptor(v, this.block_n, d_v),
+        descriptor(out, ROWS, d_v),
+        lse,
+        tape.constant(this.dealt.table),
+        problem.softmax_scale * math.log2(math.e),
+        this.dealt.rounds,
+        *this.scalars,
+        this.shape,
+        *this.compiled,
+    )
     with torch.cuda.device(q.device):
-        forward_kernel[(this.dealt.programs,)](
-            _descriptor(q, _ROWS, d),
-            _descriptor(k, this.block_n, d),
-            _descriptor(v, this.block_n, d_v),
-            _descriptor(out, _ROWS, d_v),
-            lse,
-            this.dealt.table,
-            problem.softmax_scale * math.log2(math.e),
-            this.dealt.rounds,
-            *this.scalars,
-            this.shape,
-            *this.compiled,
-            num_warps=4,
-            maxnreg=this.maxnreg,
-        )
+        tape.launch(forward_kernel, this.dealt.programs, arguments, num_warps=4, maxnreg=this.maxnreg)
     return out, lse

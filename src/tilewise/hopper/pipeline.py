@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Triton 3.8 renamed these; 3.9 dropped the old names.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 cta_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """The bytes of a tile in shared memory as another type."""
+    view = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
 
 
 class Ring(NamedTuple):

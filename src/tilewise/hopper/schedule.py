@@ -18,7 +18,7 @@ _OVERHEAD = 1.5
 
 
 class Bounds(NamedTuple):
-    """Lengths, and the band of visible keys (`None`: no bound), as `forward.Band` has them."""
+    """Lengths, and the band of visible keys (`None`: no bound), as `work.Band` has them."""
 
     len_q: int
     len_k: int

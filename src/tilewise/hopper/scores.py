@@ -1,0 +1,219 @@
+"""From products to probabilities on one warpgroup's accumulator: modification, mask, dropout, and values made safe.
+
+The score itself is `kernels.score`, the same for both dialects. Here is what needs a layout: where an element's row
+and key are, and which thread draws its random number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.experimental.gluon.language as gl
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..kernels import score
+from .pipeline import cta_barrier, reinterpret
+
+# Rows of v, and numbers of 32 bits in a row, that are looked at together: few registers are free in the loop.
+_PIECE = gl.constexpr(32)
+# The signs of two 16-bit numbers, as a signed one of 32 bits.
+_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
+
+
+@gluon.constexpr_function
+def score_layout(n):
+    """Registers of a [64, n] accumulator of one warpgroup."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, n, 16])
+
+
+@gluon.constexpr_function
+def call_layout(n):
+    """Registers of [64, n / 8] Philox calls: each with the thread whose elements of a [64, n] accumulator it serves."""
+    groups = [[0, 4 << bit] for bit in range((n // 32).bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], *groups], lanes, [[16, 0], [32, 0]], [], [64, n // 8])
+
+
+@gluon.constexpr_function
+def word_layout():
+    """Registers of a piece of v, read 16 bytes at a time."""
+    return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def exponent_masks(dtype):
+    """Of two 16-bit numbers in one of 32 bits: their exponents, and one unit of each."""
+    return (0x7C007C00, 0x04000400) if dtype == gl.float16 else (0x7F807F80, 0x00800080)
+
+
+@gluon.jit
+def keys_from(n0, N: gl.constexpr):
+    """The keys of a tile, [1, N]."""
+    return (n0 + gl.arange(0, N, gl.SliceLayout(0, score_layout(N))))[None, :]
+
+
+@gluon.jit
+def modified(s, variant, extra, seq, rows, n0):
+    """Scores in base 2 of products, for whatever is more than a scale."""
+    N: gl.constexpr = s.shape[1]
+    keys = keys_from(n0, N)
+    if variant.mod is None and variant.bias is None:
+        # Positions serve distances alone: as numbers of 32 bits that the loop need not convert.
+        offs = gl.arange(0, N, gl.SliceLayout(0, score_layout(N))).to(gl.float32)
+        keys = (n0.to(gl.float32) + offs)[None, :]
+    return score.scores(s, variant, extra, seq, rows[:, None], keys).s
+
+
+@gluon.jit
+def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
+    """Which keys each row sees, [M, N]."""
+    # A value that the compiler cannot foresee keeps this a branch: it would rather compute and select in every tile.
+    n0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n0], dtype=gl.int32, is_pure=False, pack=1)
+    rows = rows[:, None]
+    return score.visible(variant, extra, seq, rows, keys_from(n0, N), left, right) & (rows >= 0)
+
+
+@gluon.jit
+def kept(variant, seq, heads, rows, n0, N: gl.constexpr):
+    """The dropout mask of a tile, [M, N]: one Philox call for the eight elements of one thread."""
+    CALLS: gl.constexpr = call_layout(N)
+    zero = gl.zeros([64, N // 8], gl.int32, CALLS)
+    row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)
+    calls = n0 // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, CALLS))
+    c0 = (zero + row[:, None]).to(gl.uint32)
+    c1 = (zero + calls[None, :]).to(gl.uint32)
+    c2 = (zero + (seq.b * heads + seq.h)).to(gl.uint32)
+    w0, w1, w2, w3 = tl.philox(gl.load(variant.seed), c0, c1, c2, zero.to(gl.uint32))
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
+    halves = gl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
+    halves = halves.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+    keep = halves < gl.to_tensor(variant.keep).to(gl.uint32)
+    return gl.convert_layout(keep, score_layout(N), assert_trivial=True)
+
+
+@gluon.jit
+def probabilities(s, m_i, qk_scale):
+    """``exp2(qk_scale * (s - m))`` with the new maximum m of raw scores, and m with 0 for -inf.
+
+    Scaling and subtracting are one instruction, whose product is not rounded while that of m is: the difference grows
+    with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
+    factor of two serves as scale as well, and it multiplies exactly. Every step between maximum and exponentials is
+    waited for, so both products are at hand before it is known which is wanted.
+    """
+    m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    whole = (qk_scale.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    huge = gl.abs(m_safe) > 1e8 / qk_scale
+    scale = gl.where(huge, whole, qk_scale)
+    shift = gl.where(huge, m_safe * whole, m_safe * qk_scale)
+    return gl.exp2(s * scale[:, None] - shift[:, None]), m_new, m_safe
+
+
+@gluon.jit
+def probabilities_of_scores(s, m_i):
+    """``exp2(s - m)`` of scores in base 2; as `probabilities`."""
+    m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    return gl.exp2(s - m_safe[:, None]), m_new, m_safe
+
+
+@gluon.jit
+def piece(v_smem, row, part):
+    """Some rows of a tile of v from `row` on, and of their columns a part, as numbers of 32 bits."""
+    ROWS: gl.constexpr = v_smem.shape[0]
+    WORDS: gl.constexpr = v_smem.shape[1] // 2
+    words_smem = reinterpret(v_smem, gl.int32, [ROWS, WORDS], gl.NVMMASharedLayout(128, 32, rank=2))
+    return words_smem.slice(row, _PIECE, dim=0).slice(part * _PIECE, _PIECE, dim=1)
+
+
+@gluon.jit
+def strange_signs(words, dtype: gl.constexpr):
+    """Beside other bits, the sign of each half that is not finite: the exponent of no other number overflows."""
+    MASKS: gl.constexpr = exponent_masks(dtype)
+    return (words & MASKS[0]) + MASKS[1]
+
+
+@gluon.jit
+def strange_in(v_smem, row, found):
+    """`found`, and beside other bits the signs of what is not finite in some rows of a tile of v, each where it is."""
+    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
+    for part in gl.static_range(PARTS):
+        found = found | strange_signs(piece(v_smem, row, part).load(word_layout()), v_smem.dtype)
+    return found
+
+
+@gluon.jit
+def has_strange(v_smem):
+    """Whether a tile of v holds anything that is not finite."""
+    ROWS: gl.constexpr = v_smem.shape[0]
+    found = gl.zeros([_PIECE, _PIECE], gl.int32, word_layout())
+    for row in gl.static_range(0, ROWS, _PIECE):
+        found = strange_in(v_smem, row, found)
+    return (gl.reduce_or(gl.reduce_or(found, 1), 0) & _SIGNS) != 0
+
+
+class Agreement(NamedTuple):
+    """Where consumers wait for each other before a tile is changed that all of them read.
+
+    `barrier` counts them; `turns` has for each how often it came by, int32 [consumers, 1], and `flags` what it found in
+    the rows of the tile, int32 [consumers, N].
+    """
+
+    barrier: Any
+    turns: Any
+    flags: Any
+
+
+@gluon.constexpr_function
+def one_layout():
+    """Registers of a tensor of one element."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
+@gluon.jit
+def make_agreement(CONSUMERS: gl.constexpr, ROWS: gl.constexpr):
+    """An agreement of so many consumers on tiles of so many rows."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier.index(0), count=CONSUMERS)
+    turns = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], LINE)
+    for consumer in gl.static_range(CONSUMERS):
+        turns.index(consumer).store(gl.zeros([1], gl.int32, one_layout()))
+    return Agreement(barrier, turns, gl.allocate_shared_memory(gl.int32, [CONSUMERS, ROWS], LINE))
+
+
+@gluon.jit
+def agree(agreement, W: gl.constexpr):
+    """Consumer W has read; return when all have."""
+    turn_smem = agreement.turns.index(W)
+    turns = turn_smem.load(one_layout())
+    mbarrier.arrive(agreement.barrier.index(0), count=1)
+    mbarrier.wait(agreement.barrier.index(0), gl.max(turns, 0) & 1)
+    turn_smem.store(turns + 1)
+
+
+@gluon.jit
+def clean(v_smem, agreement, W: gl.constexpr):
+    """Make 0 what is not finite in a tile of v, of which 0 · NaN would make NaN where nothing is seen.
+
+    Returns which keys had any, bool [N]. Every consumer comes here for the same tiles: each has looked before any of
+    them writes, and all write the same.
+    """
+    ROWS: gl.constexpr = v_smem.shape[0]
+    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
+    flags_smem = agreement.flags.index(W)
+    for row in gl.static_range(0, ROWS, _PIECE):
+        found = strange_in(v_smem, row, gl.zeros([_PIECE, _PIECE], gl.int32, word_layout()))
+        flags_smem.slice(row, _PIECE).store(gl.reduce_or(found, 1) & _SIGNS)
+    agree(agreement, W)
+    for row in gl.static_range(0, ROWS, _PIECE):
+        for part in gl.static_range(PARTS):
+            words = piece(v_smem, row, part).load(word_layout())
+            # Bits 0 and 16, each spread over its half.
+            halves = ((strange_signs(words, v_smem.dtype) >> 15) & 0x00010001) * 0xFFFF
+            piece(v_smem, row, part).store(words & ~halves)
+    fence_async_shared()
+    cta_barrier()
+    return flags_smem.load(gl.SliceLayout(0, score_layout(ROWS))) != 0

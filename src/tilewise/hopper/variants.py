@@ -1,0 +1,203 @@
+"""From a problem that is more than a causal, windowed or full dense call to what `forward.variant_kernel` takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import triton.experimental.gluon.language as gl
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..kernels.call import Call, prepare
+from ..kernels.replay import Tape
+from ..kernels.score import Variant
+from ..mask_algebra import TOP_LEFT, And, Mask
+from ..masks import Causal, Full, Window
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig
+from . import launch, packed
+from .forward import variant_kernel
+from .schedule import Bounds, deal
+from .work import Shape
+
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Beyond this no bound of a band matters to the order of tiles.
+_FAR = 1 << 28
+
+
+def is_band(mask: Mask) -> bool:
+    """Whether a mask is causal, a window, or several of these."""
+    if isinstance(mask, And):
+        return is_band(mask.a) and is_band(mask.b)
+    return isinstance(mask, (Full, Causal, Window))
+
+
+def needed(problem: Problem) -> bool:
+    """Whether the plain kernel does not serve a problem that this backend does."""
+    options = problem.options
+    return (
+        problem.packed
+        or not is_band(options.mask)
+        or options.softcap is not None
+        or options.score_mod is not None
+        or any((problem.has_alibi, problem.has_bias, problem.has_sinks, problem.has_dropout))
+        or problem.out_dtype != problem.dtype
+        or any(d % 8 for d in (problem.head_dim, problem.head_dim_v))
+    )
+
+
+class Listed(NamedTuple):
+    """How tiles come to programs: `work.Work`'s table and rounds, and how many programs."""
+
+    table: torch.Tensor
+    rounds: int
+    programs: int
+
+
+def _matrices(x: torch.Tensor, source: torch.Tensor, tape: Tape) -> torch.Tensor:
+    """`x` as [B, S, H, D], packed ones [1, T, H, D], in memory that TMA can address."""
+    if x.shape[-1] % 8:
+        # TMA fills what is missing in a row, but rows must start at multiples of 16 bytes.
+        wide = x.new_empty(*x.shape[:-1], -(-x.shape[-1] // 8) * 8)
+        x = wide[..., : x.shape[-1]].copy_(x)
+    x = launch.addressable(x)
+    return tape.part(x[None] if x.ndim == 3 else x, source)
+
+
+def _nothing_to_see(problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Fill the results of a call without keys: a sink is all that its rows see."""
+    out.zero_()
+    lse.fill_(float("-inf"))
+    if inputs.sinks is None or not lse.numel():
+        return
+    seen = inputs.sinks.float()[:, None].expand(problem.heads_q, lse.shape[-1])
+    if inputs.cu_seqlens_q is not None:
+        rows = torch.arange(lse.shape[-1], device=lse.device)
+        seen = torch.where(rows < inputs.cu_seqlens_q[-1], seen, float("-inf"))
+    lse.copy_(seen)
+
+
+def _by_plan(plan: torch.Tensor, call: Call, tile: TileConfig, programs: int) -> Listed:
+    """Tiles in the order of how many key tiles the plan lists for them, there and back again."""
+    p = call.problem
+    tiles_m = -(-p.seqlen_q // tile.block_m)
+    number = p.batch * p.heads_q * tiles_m
+    rounds = -(-number // programs)
+    kept = _orders.setdefault(plan, {})
+    if (p.batch, p.heads_q, programs) not in kept:
+        lengths = plan[..., 1].expand(p.batch, p.heads_q, tiles_m).reshape(-1)
+        order = lengths.argsort(descending=True, stable=True).int()
+        table = torch.nn.functional.pad(order, (0, rounds * programs - number), value=-1).view(rounds, programs)
+        table[1::2] = table[1::2].flip(1)
+        kept[p.batch, p.heads_q, programs] = table
+    return Listed(kept[p.batch, p.heads_q, programs], rounds, programs)
+
+
+def _by_length(call: Call, inputs: Inputs, results: Results, tile: TileConfig, processors: int, tape: Tape) -> Listed:
+    """Tiles of a packed call in the order of their keys, listed on the device."""
+    p, (out, lse) = call.problem, results
+    total = out.shape[0]
+    most = -(-total // tile.block_m) + p.batch
+    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, out.device)
+    left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
+    arguments = (
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        inputs.seqused_k,
+        p.batch,
+        total,
+        p.seqlen_q,
+        p.seqlen_k,
+        right,
+        None if left is None or right is None else left + right + tile.block_m,
+        table,
+        out,
+        lse,
+        p.heads_q * p.head_dim_v,
+        p.heads_q,
+        p.options.align == TOP_LEFT,
+        tile.block_m,
+    )
+    tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
+    return Listed(table, 0, min(processors, most * p.heads_q))
+
+
+def _listed(
+    call: Call, plan: torch.Tensor | None, inputs: Inputs, results: Results, tile: TileConfig, tape: Tape
+) -> Listed:
+    """Who works on what."""
+    p = call.problem
+    processors = torch.cuda.get_device_properties(p.device).multi_processor_count
+    if p.packed:
+        return _by_length(call, inputs, results, tile, processors, tape)
+    if plan is not None:
+        return _by_plan(plan, call, tile, processors)
+    left, right = call.sizes[3:]
+    band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
+    dealt = deal(band, tile.block_m, tile.block_n, p.batch * p.heads_q, processors, p.device)
+    return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
+
+
+def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
+    d, d_v = launch.block(problem.head_dim), launch.block(problem.head_dim_v)
+    tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
+    values = {
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": d,
+        "BLOCK_DV": d_v,
+        "CONSUMERS": tile.block_m // launch.ROWS,
+        "SHARED_O": d == d_v == 256,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "PACKED": problem.packed,
+        "DIRECT_O": problem.out_dtype != problem.dtype or problem.head_dim_v % 8 != 0,
+        "CLEAN": problem.packed or tested,
+    }
+    return Shape(**{name: gl.constexpr(value) for name, value in values.items()})
+
+
+def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Results:
+    """Launch: ``out`` and ``lse``."""
+    tape = tape or Tape()
+    out = tape.empty(problem.out_shape(inputs.q), problem.out_dtype, inputs.q.device)
+    lse = tape.empty(problem.lse_shape(inputs.q), torch.float32, inputs.q.device)
+    if not (out.numel() and inputs.k.numel() and problem.batch and problem.seqlen_q and problem.seqlen_k):
+        _nothing_to_see(problem, inputs, out, lse)
+        return out, lse
+    tile = launch.tile_of(problem)
+    call = prepare(problem, inputs)
+    variant, extra = call.variant(tile)
+    band = call.sizes[3:]
+    shape = _shape(problem, variant, band, tile)
+    q, k, v = (_matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v))
+    d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
+    lengths = () if problem.packed else (problem.seqlen_q, problem.seqlen_k)
+    with torch.cuda.device(q.device):
+        listed = _listed(call, variant.plan, inputs, (out, lse), tile, tape)
+        arguments = (
+            launch.descriptor(q, launch.ROWS, d),
+            launch.descriptor(k, tile.block_n, d),
+            launch.descriptor(v, tile.block_n, d_v),
+            None if shape.DIRECT_O.value else launch.descriptor(_matrices(out, out, tape), launch.ROWS, d_v),
+            out,
+            lse,
+            listed.table,
+            None if inputs.sinks is None else inputs.sinks.contiguous(),
+            problem.softmax_scale * math.log2(math.e),
+            listed.rounds,
+            lse.shape[-1],
+            -(-problem.seqlen_q // tile.block_m),
+            problem.heads_q,
+            problem.group_size,
+            int(problem.offset(*lengths)) if lengths else 0,
+            *band,
+            *(lengths or (0, 0)),
+            variant,
+            extra,
+            shape,
+            *launch.compile_time(tile),
+        )
+        tape.launch(variant_kernel, listed.programs, arguments, num_warps=4, maxnreg=launch.entry_registers(tile))
+    return out, lse

@@ -1,0 +1,88 @@
+"""The hot loops of a compiled kernel: what runs for a key tile when no branch to rarely needed code is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from triton.backends.nvidia import compiler
+
+_TOOLS = Path(compiler.__file__).parent / "bin"
+_TARGET = re.compile(r"\bBRA(?:\.\w+)* .*?(\.L_x_\d+)")
+
+
+def instructions(ptx: str) -> tuple[list[str], dict[str, int]]:
+    """SASS for Hopper, one instruction an entry, and where its labels are."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        command = [compiler.get_ptxas(90).path, "--gpu-name=sm_90a", str(source), "-o", str(binary)]
+        subprocess.run(command, check=True, capture_output=True)
+        listing = subprocess.run([_TOOLS / "nvdisasm", "-c", binary], check=True, capture_output=True, text=True).stdout
+    body: list[str] = []
+    labels = {}
+    for line in listing.splitlines():
+        if label := re.match(r"^(\.L_\w+):", line):
+            labels[label.group(1)] = len(body)
+        elif instruction := re.match(r"^\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+            body.append(instruction.group(1).strip())
+    return body, labels
+
+
+def _followers(body: list[str], labels: dict[str, int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for i, text in enumerate(body):
+        target = _TARGET.search(text)
+        conditional = text.startswith("@")
+        after = [labels[target.group(1)]] if target else []
+        stops = target or re.search(r"\b(EXIT|BRX|RET)\b", text)
+        if (conditional or not stops) and i + 1 < len(body):
+            after.append(i + 1)
+        found.append(after)
+    return found
+
+
+def _shortest(followers: list[list[int]], first: int, last: int) -> list[int] | None:
+    """The fewest instructions from `first` to `last` without going back before `first`."""
+    distance, before, queue = {first: 0}, {}, [(0, first)]
+    while queue:
+        steps, i = heapq.heappop(queue)
+        if i == last:
+            path = [last]
+            while path[-1] != first:
+                path.append(before[path[-1]])
+            return path[::-1]
+        for j in followers[i]:
+            if j >= first and steps + 1 < distance.get(j, len(followers)):
+                distance[j], before[j] = steps + 1, i
+                heapq.heappush(queue, (steps + 1, j))
+    return None
+
+
+def hot_loops(ptx: str, products: int) -> list[list[str]]:
+    """The shortest way around each loop that has exactly so many matrix instructions."""
+    body, labels = instructions(ptx)
+    followers = _followers(body, labels)
+    found = []
+    for last, text in enumerate(body):
+        target = _TARGET.search(text)
+        if target and labels[target.group(1)] <= last:
+            path = _shortest(followers, labels[target.group(1)], last)
+            if path is not None and sum("HGMMA" in body[i] for i in path) == products:
+                found.append([body[i] for i in path])
+    return found
+
+
+def spills(loop: list[str]) -> int:
+    """Accesses of local memory."""
+    return sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in loop)
+
+
+def digest(loop: list[str]) -> str:
+    """A hash of a loop but for labels and where arguments lie."""
+    lines = (re.sub(r"c\[0x0\]\[\w+\]", "c", re.sub(r"\.L_x_\d+", "L", text)) for text in loop)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
