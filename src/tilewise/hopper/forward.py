@@ -26,7 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import LOG2E, Variant
 from . import scores
-from .pipeline import Ring, arrived, cta_barrier, make_ring, produce, release, tma_load, tma_store
+from .pipeline import (
+    Ring,
+    arrived,
+    cta_barrier,
+    make_ring,
+    make_turns,
+    my_turn,
+    next_turn,
+    produce,
+    release,
+    tma_load,
+    tma_store,
+)
 from .scores import score_layout
 from .work import Band, Work, dealt, first_key, rounds_of, seen_keys, sequence_of, tile_of
 
@@ -50,6 +62,18 @@ class Io(NamedTuple):
     sinks: Any
     qk_scale: Any
     o_smem: Any
+
+
+class Consumers(NamedTuple):
+    """How consumers agree.
+
+    `turns` [consumers, 1] are the barriers by which their matrix products alternate; `flags` int32 [consumers, 4] has
+    a word for each warp of a consumer; `agreement` is for what all of them change (see `scores`).
+    """
+
+    turns: Any
+    flags: Any
+    agreement: Any
 
 
 @gluon.jit
@@ -78,11 +102,29 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 
 @gluon.jit
-def as_operand(p, dtype: gl.constexpr, VALUES: gl.constexpr):
-    """Probabilities as the left operand of the product that accumulates in layout VALUES: the same registers."""
-    return gl.convert_layout(
-        p.to(dtype), gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True
-    )
+def packed(p, dtype: gl.constexpr):
+    """Weights as 16-bit floats, two neighbours in an int32.
+
+    Loops and branches hand 16-bit values over one by one, and packing them anew costs an instruction each.
+    """
+    even, odd = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+    INSTRUCTION: gl.constexpr = cvt_instruction(dtype)
+    return gl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def cvt_instruction(dtype):
+    """PTX that rounds two fp32 numbers into the halves of a register."""
+    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def as_operand(p32, dtype: gl.constexpr, VALUES: gl.constexpr):
+    """Packed weights as the left operand of the product that accumulates in layout VALUES: the same registers."""
+    low = (p32 & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    high = (p32 >> 16).to(gl.int16).to(dtype, bitcast=True)
+    both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
+    return gl.convert_layout(both, gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True)
 
 
 @gluon.jit
@@ -100,108 +142,137 @@ def each_row(rows, value):
 
 
 @gluon.jit
-def hidden(s, v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W: gl.constexpr):
-    """Scores of the j-th key tile (use i of the ring of v) where keys that a row does not see are -inf.
+def modified(s, seq, tile, rows, j, variant, extra, shape):
+    """Scores of the products with the j-th key tile, before the mask."""
+    if not variant.fold:
+        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, j, variant, shape))
+    return s
 
-    And NaN for rows that see something in v which is not finite, else 0.
-    """
-    s = gl.where(seen_keys(seq, tile, rows, j, band, variant, extra, shape), s, float("-inf"))
+
+@gluon.jit
+def hidden(s, seq, tile, rows, j, band, variant, extra, shape):
+    """Scores where keys that a row does not see are -inf."""
+    return gl.where(seen_keys(seq, tile, rows, j, band, variant, extra, shape), s, float("-inf"))
+
+
+@gluon.jit
+def poisoned(v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W: gl.constexpr):
+    """NaN for rows that see something in v (use i of its ring) which is not finite, else 0; v has none any more."""
     poison = each_row(rows, 0.0)
     if shape.CLEAN:
         v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
         if scores.has_strange(v_smem):
             strange = scores.clean(v_smem, agreement, W)
-            # Asked again: kept from above, the answers would cost registers in every tile.
+            # Asked again: kept from the mask, the answers would cost registers in every tile.
             seen = seen_keys(seq, tile, rows, j, band, variant, extra, shape) & strange[None, :]
             poison = gl.where(gl.max(seen.to(gl.int32), 1) > 0, float("nan"), 0.0)
-    return s, poison
+    return poison
 
 
 @gluon.jit
-def weigh(s, m_i, seq, tile, rows, j, io, work, variant, extra, shape):
-    """Probabilities of scores, their sums, the new maximum, and the factor on what was summed before."""
-    if variant.fold:
-        p, m_new, m_safe = scores.probabilities(s, m_i, io.qk_scale)
-        alpha = gl.exp2((m_i - m_safe) * io.qk_scale)
-    else:
-        p, m_new, m_safe = scores.probabilities_of_scores(s, m_i)
-        alpha = gl.exp2(m_i - m_safe)
-    sums = gl.sum(p, 1)
+def kept(p32, seq, tile, rows, j, work, variant, shape):
+    """Weights that dropout leaves."""
     if variant.seed is not None:
         n0 = first_key(tile, j, variant, shape)
-        p = gl.where(scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N), p, 0.0)
-    return p, sums, m_new, alpha
+        p32 = p32 & scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N, p32.type.layout)
+    return p32
+
+
+@gluon.jit
+def unit_of(io, variant):
+    """The scale of what `modified` returns in base 2."""
+    unit = io.qk_scale
+    if not variant.fold:
+        unit = gl.to_tensor(1.0)
+    return unit
 
 
 @gluon.jit
 def step(
-    state, q_smem, zero, k, v, seq, tile, rows, j, i, io, agreement, band, work, variant, extra, shape, W: gl.constexpr
+    state, q_smem, zero, k, v, seq, tile, rows, j, i, io, consumers, band, work, variant, extra, shape, W: gl.constexpr
 ):  # fmt: skip
-    """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added."""
-    acc, p16, m_i, l_i = state
+    """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added.
+
+    Its weights are taken relative to what the row was measured by so far, which need not be its maximum: nothing waits
+    for one, and nothing is scaled anew. Only if a weight outgrows that reference, once in a while, is the tile done
+    again, with the maximum.
+    """
+    acc, p32, scale, shift, l_i = state
+    p16 = as_operand(p32, io.q_desc.dtype, score_layout(shape.BLOCK_DV))
     k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
+    my_turn(consumers.turns, i, W)
     s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
     v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
     acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
+    next_turn(consumers.turns, W, shape.CONSUMERS)
     s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
-    release(k, i)
-    if not variant.fold:
-        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, j, variant, shape))
+    s = modified(s, seq, tile, rows, j, variant, extra, shape)
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
+    masked = (j >= tile.full_hi) | (j < tile.full_lo)
     if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
-        if (j >= tile.full_hi) | (j < tile.full_lo):
-            s, poison = hidden(s, v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W)
-    p, sums, m_new, alpha = weigh(s, m_i, seq, tile, rows, j, io, work, variant, extra, shape)
-    l_i = l_i * alpha + sums
-    acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
-    release(v, i - 1)
+        if masked:
+            s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
+            poison = poisoned(v, i, seq, tile, rows, j, consumers.agreement, band, variant, extra, shape, W)
+    p = scores.weights(s, scale, shift)
+    sums = scores.partial_sums(p)
+    outgrown = scores.outgrown(sums)
     if shape.CLEAN:
-        alpha += poison
-    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
-    return scaled(acc, alpha), as_operand(p, p16.dtype, VALUES), m_new, l_i
+        outgrown = scores.outgrown(sums + scores.spread(poison, sums))
+    flags_smem = consumers.flags.index(W)
+    flags_smem.store(scores.by_warp(outgrown))
+    acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    p32 = packed(p, io.q_desc.dtype)
+    release(v, i - 1)
+    if scores.any_warp(flags_smem):
+        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+        s = warpgroup_mma_wait(0, deps=(s,))
+        s = modified(s, seq, tile, rows, j, variant, extra, shape)
+        if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
+            if masked:
+                s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
+        scale, shift, safe, alpha = scores.reference(s, scale, shift, unit_of(io, variant))
+        p = scores.weights(s, scale, safe)
+        sums = scores.partial_sums(p)
+        p32 = packed(p, io.q_desc.dtype)
+        l_i = l_i * scores.spread(alpha, l_i)
+        if shape.CLEAN:
+            alpha += poison
+        acc = scaled(acc, alpha)
+    release(k, i)
+    return acc, kept(p32, seq, tile, rows, j, work, variant, shape), scale, shift, l_i + sums
 
 
 @gluon.jit
-def before(rows, seq, io, variant):
-    """Maximum and sum before any key: a sink is a key with value 0 that every row has already seen."""
-    m_i = each_row(rows, float("-inf"))
-    if io.sinks is not None:
-        sink = gl.load(io.sinks + seq.h).to(gl.float32) * LOG2E
-        if variant.fold:
-            sink = sink / io.qk_scale
-        m_i = each_row(rows, 0.0) + sink
-    return m_i
-
-
-@gluon.jit
-def attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant, extra, shape, W: gl.constexpr):
+def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W: gl.constexpr):
     """All key tiles of a row tile, the last first; the values of the first are left to the caller."""
     SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
     VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
     zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
     k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
+    my_turn(consumers.turns, i, W)
     s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    next_turn(consumers.turns, W, shape.CONSUMERS)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, i)
     top = tile.hi - 1
-    if not variant.fold:
-        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, top, variant, shape))
-    poison = each_row(rows, 0.0)
-    if (top >= tile.full_hi) | (top < tile.full_lo):
-        s, poison = hidden(s, v, i, seq, tile, rows, top, agreement, band, variant, extra, shape, W)
-    p, l_i, m_i, alpha = weigh(s, before(rows, seq, io, variant), seq, tile, rows, top, io, work, variant, extra, shape)
-    if io.sinks is not None:
-        l_i += alpha
+    s = modified(s, seq, tile, rows, top, variant, extra, shape)
     acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, VALUES)
-    if shape.CLEAN:
-        acc += gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-    state = acc, as_operand(p, io.q_desc.dtype, VALUES), m_i, l_i
+    if (top >= tile.full_hi) | (top < tile.full_lo):
+        s = hidden(s, seq, tile, rows, top, band, variant, extra, shape)
+        if shape.CLEAN:
+            poison = poisoned(v, i, seq, tile, rows, top, consumers.agreement, band, variant, extra, shape, W)
+            acc += gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+    unit = unit_of(io, variant)
+    scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
+    p = scores.weights(s, scale, safe)
+    p32 = kept(packed(p, io.q_desc.dtype), seq, tile, rows, top, work, variant, shape)
+    state = acc, p32, scale, shift, scores.partial_sums(p)
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(
             state, q_smem, zero, k, v, seq, tile, rows, top - d, i + d,
-            io, agreement, band, work, variant, extra, shape, W,
+            io, consumers, band, work, variant, extra, shape, W,
         )  # fmt: skip
     return state, i + last
 
@@ -237,21 +308,35 @@ def store_rows(acc, seq, rows, io, work, shape):
 
 
 @gluon.jit
-def store(acc, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
+def totals(scale, shift, l_i, seq, io, variant):
+    """Reference in base 2, sum of weights, and the factor on values, of every row; a sink is a key with value 0."""
+    ROWS: gl.constexpr = scale.type.layout
+    l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
+    m_i = shift * (unit_of(io, variant) / scale)
+    rest = gl.full([64], 1.0, gl.float32, ROWS)
+    if io.sinks is not None:
+        sink = gl.load(io.sinks + seq.h).to(gl.float32) * LOG2E
+        m_all = gl.maximum(m_i, sink)
+        rest = gl.exp2(m_i - gl.where(m_all == float("-inf"), 0.0, m_all))
+        l_i = l_i * rest + gl.exp2(sink - gl.where(m_all == float("-inf"), 0.0, m_all))
+        m_i = m_all
+    return m_i, l_i, rest
+
+
+@gluon.jit
+def store(acc, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
     """Normalise and write 64 rows of O and their LSE."""
+    m_i, l_i, rest = totals(scale, shift, l_i, seq, io, variant)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_safe = gl.where(empty, 1.0, l_i)
-    unit = LN2
-    if variant.fold:
-        unit = io.qk_scale * LN2
-    lse = gl.where(empty, float("-inf"), m_i * unit + gl.log(l_safe))
+    lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(l_safe))
     if shape.PACKED:
         stat = seq.h.to(gl.int64) * io.stat_rows + seq.q_start
     else:
         stat = (seq.b * work.heads + seq.h).to(gl.int64) * io.stat_rows
     gl.store(io.lse + stat + rows, lse, mask=rows < seq.len_q)
-    factor = 1.0 / l_safe
+    factor = rest / l_safe
     if variant.seed is not None:
         factor *= 65536.0 / variant.keep
     acc = scaled(acc, factor)
@@ -268,7 +353,7 @@ def store(acc, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.
 
 
 @gluon.jit
-def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.constexpr):
+def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.constexpr):
     """Consumer W: 64 rows of every tile."""
     q_smem = q.tiles.index(W).reshape([64, shape.BLOCK_D])
     i = 0
@@ -279,11 +364,12 @@ def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.con
             tile = tile_of(seq, m0, keys, band, variant, shape)
             rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
             mbarrier.wait(q.full.index(0), n & 1)
-            state, i = attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant, extra, shape, W)
-            acc, p16, m_i, l_i = state
+            state, i = attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W)
+            acc, p32, scale, shift, l_i = state
             if not shape.SHARED_O:
                 mbarrier.arrive(q.empty.index(0), count=1)
             v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
+            p16 = as_operand(p32, io.q_desc.dtype, score_layout(shape.BLOCK_DV))
             acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
             acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
             release(v, i - 1)
@@ -291,7 +377,7 @@ def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.con
                 # Read again: kept until here, it would cost registers in every tile.
                 seq, m0, keys = sequence_of(t, band, work, shape)
                 rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
-            store(acc, m_i, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
+            store(acc, scale, shift, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)
                 mbarrier.arrive(q.empty.index(0), count=1)
@@ -314,6 +400,8 @@ def roles(
     agreement = q_full
     if shape.CLEAN:
         agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
+    flags = gl.allocate_shared_memory(gl.int32, [shape.CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    consumers = Consumers(make_turns(shape.CONSUMERS), flags, agreement)
     o_smem = q_tiles
     if not shape.SHARED_O and not shape.DIRECT_O:
         o_smem = gl.allocate_shared_memory(q_desc.dtype, [shape.CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
@@ -323,8 +411,8 @@ def roles(
     if shape.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (compute, (io, q, k, v, agreement, band, work, variant, extra, shape, 0)),
-                (compute, (io, q, k, v, agreement, band, work, variant, extra, shape, 1)),
+                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 0)),
+                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 1)),
                 (load, (io, q, k, v, band, work, variant, extra, shape)),
             ],
             [4, 1],
@@ -333,9 +421,9 @@ def roles(
     else:
         gl.warp_specialize(
             [
-                (compute, (io, q, k, v, agreement, band, work, variant, extra, shape, 0)),
-                (compute, (io, q, k, v, agreement, band, work, variant, extra, shape, 1)),
-                (compute, (io, q, k, v, agreement, band, work, variant, extra, shape, 2)),
+                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 0)),
+                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 1)),
+                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 2)),
                 (load, (io, q, k, v, band, work, variant, extra, shape)),
             ],
             [4, 4, 1],

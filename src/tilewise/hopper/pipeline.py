@@ -68,3 +68,25 @@ def arrived(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def release(ring, i):
     """This partition is done with use i."""
     mbarrier.arrive(ring.empty.index(i % ring.STAGES), count=1)
+
+
+@gluon.jit
+def make_turns(CONSUMERS: gl.constexpr):
+    """Barriers by which consumers issue their matrix products in turn: one computes weights while another multiplies."""
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(consumer), count=1)
+    return turns
+
+
+@gluon.jit
+def my_turn(turns, i, W: gl.constexpr):
+    """Consumer W may issue its i-th products once the one before it has; the first consumer begins."""
+    FIRST: gl.constexpr = 1 if W == 0 else 0
+    mbarrier.wait(turns.index(W), (i & 1) ^ FIRST)
+
+
+@gluon.jit
+def next_turn(turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Consumer W has issued."""
+    mbarrier.arrive(turns.index((W + 1) % CONSUMERS), count=1)

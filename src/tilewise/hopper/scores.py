@@ -76,8 +76,8 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
 
 
 @gluon.jit
-def kept(variant, seq, heads, rows, n0, N: gl.constexpr):
-    """The dropout mask of a tile, [M, N]: one Philox call for the eight elements of one thread."""
+def kept(variant, seq, heads, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
+    """The dropout mask of a tile for packed weights, [M, N / 2]: one Philox call for the eight elements of a thread."""
     CALLS: gl.constexpr = call_layout(N)
     zero = gl.zeros([64, N // 8], gl.int32, CALLS)
     row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)
@@ -86,37 +86,66 @@ def kept(variant, seq, heads, rows, n0, N: gl.constexpr):
     c1 = (zero + calls[None, :]).to(gl.uint32)
     c2 = (zero + (seq.b * heads + seq.h)).to(gl.uint32)
     w0, w1, w2, w3 = tl.philox(gl.load(variant.seed), c0, c1, c2, zero.to(gl.uint32))
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
-    halves = gl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
-    halves = halves.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
-    keep = halves < gl.to_tensor(variant.keep).to(gl.uint32)
-    return gl.convert_layout(keep, score_layout(N), assert_trivial=True)
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y, the halves of which are neighbours
+    words = words.reshape([64, N // 32, 4, 4]).permute([0, 1, 3, 2]).reshape([64, N // 2])
+    keep = gl.to_tensor(variant.keep).to(gl.uint32)
+    mask = gl.where((words & 0xFFFF) < keep, 0xFFFF, 0) | gl.where((words >> 16) < keep, 0xFFFF << 16, 0)
+    return gl.convert_layout(mask.to(gl.int32), PACKED, assert_trivial=True)
 
 
 @gluon.jit
-def probabilities(s, m_i, qk_scale):
-    """``exp2(qk_scale * (s - m))`` with the new maximum m of raw scores, and m with 0 for -inf.
+def weights(s, scale, shift):
+    """``exp2(scale s - shift)``, scale and shift for each row: one instruction and the exponential."""
+    return gl.exp2(s * scale[:, None] - shift[:, None])
 
-    Scaling and subtracting are one instruction, whose product is not rounded while that of m is: the difference grows
+
+@gluon.jit
+def reference(s, scale, shift, unit):
+    """What a row is measured by from now on: its maximum so far, of `unit` times the scores `s` and of what it was.
+
+    Returns scale and shift for `weights`, the shift with 0 for -inf, and the factor on what has been summed before.
+    Scaling and subtracting are one instruction, whose product is not rounded while the shift is: the difference grows
     with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
-    factor of two serves as scale as well, and it multiplies exactly. Every step between maximum and exponentials is
-    waited for, so both products are at hand before it is known which is wanted.
+    factor of two serves as scale as well, and it multiplies exactly.
     """
-    m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    whole = (qk_scale.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    huge = gl.abs(m_safe) > 1e8 / qk_scale
-    scale = gl.where(huge, whole, qk_scale)
-    shift = gl.where(huge, m_safe * whole, m_safe * qk_scale)
-    return gl.exp2(s * scale[:, None] - shift[:, None]), m_new, m_safe
+    m_new = gl.maximum(shift / scale, gl.max(s, 1))  # [M]
+    whole = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    huge = (gl.abs(m_new) > 1e8 / unit) & (m_new != float("-inf"))
+    new_scale = gl.where(huge, whole, unit)
+    new_shift = m_new * new_scale
+    safe = gl.where(new_shift == float("-inf"), 0.0, new_shift)
+    return new_scale, new_shift, safe, gl.exp2(shift * (new_scale / scale) - safe)
 
 
 @gluon.jit
-def probabilities_of_scores(s, m_i):
-    """``exp2(s - m)`` of scores in base 2; as `probabilities`."""
-    m_new = gl.maximum(m_i, gl.max(s, 1))  # [M]
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return gl.exp2(s - m_safe[:, None]), m_new, m_safe
+def partial_sums(p):
+    """Sums of what each thread holds of a row, [M, 4]."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def spread(row, like):
+    """A number for each row, for each of the threads that share it: in the layout of partial sums."""
+    LAYOUT: gl.constexpr = like.type.layout
+    return gl.convert_layout(row, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def outgrown(sums):
+    """Where weights may be more than a 16-bit float holds, or the reference is none: NaN is neither more nor less."""
+    return gl.where(sums <= 32768.0, 0, 1)
+
+
+@gluon.jit
+def by_warp(marks):
+    """Marks [M, 4] of a warpgroup, one for each warp: int32 [4]."""
+    return gl.max(marks.reshape([4, 64]), 1)
+
+
+@gluon.jit
+def any_warp(flags_smem):
+    """Whether a warp has left a mark; the compiler puts the barrier between."""
+    return gl.max(flags_smem.load(gl.BlockedLayout([4], [32], [4], [0])), 0) != 0
 
 
 @gluon.jit
