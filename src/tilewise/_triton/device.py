@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
-from ..kernels.score import Sequence
+from ..kernels.score import INTERPRETED, Sequence
 
 LN2 = tl.constexpr(0.6931471805599453)
-# The interpreter multiplies bf16 tiles as if they were integers.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Rows(NamedTuple):

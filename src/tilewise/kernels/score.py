@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 # exp2 is one instruction, so softmax runs in base 2.
 LOG2E = tl.constexpr(1.4426950408889634)
+# The interpreter multiplies bf16 tiles as if they were integers, and knows no library functions.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Grid(NamedTuple):
@@ -43,6 +46,8 @@ class Variant(NamedTuple):
     scale: Any = None
     fold: Any = None
     cap: Any = None
+    # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype.
+    fine: Any = None
     mod: Any = None
     dmod: Any = None
     slopes: Any = None
@@ -90,6 +95,16 @@ class Chain(NamedTuple):
 
 
 @triton.jit
+def ratio(x, y):
+    """``x / y`` to 2 units in the last place, in two instructions."""
+    if INTERPRETED:
+        z = x / y
+    else:
+        z = libdevice.fast_dividef(x, y)
+    return z
+
+
+@triton.jit
 def tanh(x):
     """Exact to fp32 rounding: the series where ``1 - 2 / (exp(2x) + 1)`` would cancel."""
     y = x * x
@@ -98,12 +113,27 @@ def tanh(x):
 
 
 @triton.jit
+def softcapped(qk, variant):
+    """``cap tanh(scale qk / cap)`` in base 2, and the tanh; without `variant.fine` it may be off by 3e-7."""
+    cap = variant.cap * LOG2E
+    if variant.fine:
+        tanh_x = tanh(qk * (variant.scale / variant.cap))
+        s = tanh_x * cap
+    else:
+        y = tl.exp2(qk * (variant.scale / variant.cap * (2.0 * LOG2E))) + 1.0
+        tanh_x = 1.0 - ratio(tl.full((), 2.0, tl.float32), y)
+        s = cap - ratio(2.0 * cap, y)
+    return s, tanh_x
+
+
+@triton.jit
 def scores(qk, variant, extra, seq, rows, keys):
     """The products `qk` of `rows` with `keys` as scores in base 2, before the mask (see the module's head)."""
     tanh_x = qk
     capped = qk
+    s = qk
     if variant.cap is not None:
-        tanh_x = tanh(qk * (variant.scale / variant.cap))
+        s, tanh_x = softcapped(qk, variant)
     if variant.mod is not None:
         capped = qk * variant.scale
         if variant.cap is not None:
@@ -111,9 +141,7 @@ def scores(qk, variant, extra, seq, rows, keys):
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)
         s = variant.mod(capped, seq.b, seq.h, at_q, at_k, extra) * LOG2E
-    elif variant.cap is not None:
-        s = tanh_x * (variant.cap * LOG2E)
-    else:
+    elif variant.cap is None:
         s = qk * (variant.scale * LOG2E)
     if variant.slopes is not None:
         s -= slope(variant, seq) * LOG2E * distance(seq, rows, keys)
