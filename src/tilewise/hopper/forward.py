@@ -28,7 +28,7 @@ from ..kernels.score import LOG2E, Variant
 from . import scores
 from .pipeline import Ring, arrived, cta_barrier, make_ring, produce, release, tma_load, tma_store
 from .scores import score_layout
-from .work import Band, Work, dealt, first_key, rounds_of, seen_keys, sequence_of, tile_of
+from .work import Band, Work, dealt, first_key, low, rounds_of, seen_keys, sequence_of, tile_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -78,6 +78,44 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 
 @gluon.jit
+def multiply(q_smem, k_smem, zero, shape):
+    """``S = Q Kᵀ``, asynchronously: one group of products, or two that follow each other."""
+    if shape.D_HIGH == 0:
+        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_D, shape.D_HIGH)
+        k_low = k_smem.slice(0, LOW, dim=1).permute((1, 0))
+        k_high = k_smem.slice(LOW, shape.D_HIGH, dim=1).permute((1, 0))
+        s = warpgroup_mma(q_smem.slice(0, LOW, dim=1), k_low, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_smem.slice(LOW, shape.D_HIGH, dim=1), k_high, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add(acc, tail, p16, v_smem, shape):
+    """``O += P V``, asynchronously; `tail` are the columns of the high part, which is a group of its own."""
+    if shape.DV_HIGH == 0:
+        acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
+        TAIL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout(shape.DV_HIGH), k_width=2)
+        acc = warpgroup_mma(p16, v_smem.slice(0, LOW, dim=1), acc, is_async=True)
+        p_tail = gl.convert_layout(p16, TAIL, assert_trivial=True)
+        tail = warpgroup_mma(p_tail, v_smem.slice(LOW, shape.DV_HIGH, dim=1), tail, is_async=True)
+    return acc, tail
+
+
+@gluon.jit
+def added(acc, tail, p16, shape):
+    """What `add` returned, once it is there, and the operand that it read."""
+    if shape.DV_HIGH == 0:
+        acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    else:
+        acc, tail, p16 = warpgroup_mma_wait(0, deps=(acc, tail, p16))
+    return acc, tail, p16
+
+
+@gluon.jit
 def as_operand(p, dtype: gl.constexpr, VALUES: gl.constexpr):
     """Probabilities as the left operand of the product that accumulates in layout VALUES: the same registers."""
     return gl.convert_layout(
@@ -90,6 +128,13 @@ def scaled(acc, factor):
     """Rows of `acc` times `factor`, which has the rows' layout of the scores: the same threads."""
     VALUES: gl.constexpr = acc.type.layout
     return acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def poisoned(acc, poison):
+    """`acc` with NaN in the rows of NaN."""
+    VALUES: gl.constexpr = acc.type.layout
+    return acc + gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -138,12 +183,13 @@ def step(
     state, q_smem, zero, k, v, seq, tile, rows, j, i, io, agreement, band, work, variant, extra, shape, W: gl.constexpr
 ):  # fmt: skip
     """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added."""
-    acc, p16, m_i, l_i = state
-    k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
-    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-    v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
-    acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
-    s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
+    acc, tail, p16, m_i, l_i = state
+    s = multiply(q_smem, arrived(k, i, shape.BLOCK_N, shape.BLOCK_D), zero, shape)
+    acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
+    if shape.DV_HIGH == 0:
+        s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
+    else:
+        s, acc, tail, p16 = warpgroup_mma_wait(2, deps=(s, acc, tail, p16))
     release(k, i)
     if not variant.fold:
         s = scores.modified(s, variant, extra, seq, rows, first_key(tile, j, variant, shape))
@@ -154,12 +200,15 @@ def step(
             s, poison = hidden(s, v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W)
     p, sums, m_new, alpha = weigh(s, m_i, seq, tile, rows, j, io, work, variant, extra, shape)
     l_i = l_i * alpha + sums
-    acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    acc, tail, p16 = added(acc, tail, p16, shape)
     release(v, i - 1)
     if shape.CLEAN:
         alpha += poison
-    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
-    return scaled(acc, alpha), as_operand(p, p16.dtype, VALUES), m_new, l_i
+    VALUES: gl.constexpr = score_layout(low(shape.BLOCK_DV, shape.DV_HIGH))
+    acc = scaled(acc, alpha)
+    if shape.DV_HIGH != 0:
+        tail = scaled(tail, alpha)
+    return acc, tail, as_operand(p, p16.dtype, VALUES), m_new, l_i
 
 
 @gluon.jit
@@ -178,10 +227,9 @@ def before(rows, seq, io, variant):
 def attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant, extra, shape, W: gl.constexpr):
     """All key tiles of a row tile, the last first; the values of the first are left to the caller."""
     SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
-    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
+    LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
     zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
-    k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
-    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    s = multiply(q_smem, arrived(k, i, shape.BLOCK_N, shape.BLOCK_D), zero, shape)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, i)
     top = tile.hi - 1
@@ -193,10 +241,15 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant,
     p, l_i, m_i, alpha = weigh(s, before(rows, seq, io, variant), seq, tile, rows, top, io, work, variant, extra, shape)
     if io.sinks is not None:
         l_i += alpha
-    acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, VALUES)
+    acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
+    tail = 0
+    if shape.DV_HIGH != 0:
+        tail = gl.zeros([64, shape.DV_HIGH], gl.float32, score_layout(shape.DV_HIGH))
     if shape.CLEAN:
-        acc += gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-    state = acc, as_operand(p, io.q_desc.dtype, VALUES), m_i, l_i
+        acc = poisoned(acc, poison)
+        if shape.DV_HIGH != 0:
+            tail = poisoned(tail, poison)
+    state = acc, tail, as_operand(p, io.q_desc.dtype, score_layout(LOW)), m_i, l_i
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(
@@ -207,13 +260,19 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant,
 
 
 @gluon.jit
-def store_staged(acc, seq, m0, o_smem, io, shape, W: gl.constexpr):
+def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
     """Write 64 rows of O through shared memory; TMA drops those past the end of the tensor."""
     if not shape.SHARED_O:
         # The tile before may still be leaving.
         tma.store_wait(0)
         cta_barrier()
-    o_smem.reshape([64, shape.BLOCK_DV]).store(acc.to(io.o_desc.dtype))
+    staged = o_smem.reshape([64, shape.BLOCK_DV])
+    if shape.DV_HIGH == 0:
+        staged.store(acc.to(io.o_desc.dtype))
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
+        staged.slice(0, LOW, dim=1).store(acc.to(io.o_desc.dtype))
+        staged.slice(LOW, shape.DV_HIGH, dim=1).store(tail.to(io.o_desc.dtype))
     fence_async_shared()
     cta_barrier()
     b = seq.b
@@ -223,11 +282,19 @@ def store_staged(acc, seq, m0, o_smem, io, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, seq, rows, io, work, shape):
-    """Write the rows of O that belong to the sequence."""
+def store_direct(acc, tail, seq, rows, io, work, shape):
+    """Write the rows of O that belong to the sequence, straight from registers."""
+    store_columns(acc, 0, seq, rows, io, work, shape)
+    if shape.DV_HIGH != 0:
+        store_columns(tail, low(shape.BLOCK_DV, shape.DV_HIGH), seq, rows, io, work, shape)
+
+
+@gluon.jit
+def store_columns(acc, FIRST: gl.constexpr, seq, rows, io, work, shape):
+    """Write the columns of O from FIRST on."""
     VALUES: gl.constexpr = acc.type.layout
     rows = gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True)
-    columns = gl.arange(0, shape.BLOCK_DV, gl.SliceLayout(0, VALUES))
+    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, VALUES))
     start = seq.q_start
     if not shape.PACKED:
         start = seq.b.to(gl.int64) * seq.len_q
@@ -237,7 +304,7 @@ def store_rows(acc, seq, rows, io, work, shape):
 
 
 @gluon.jit
-def store(acc, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
+def store(acc, tail, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
     """Normalise and write 64 rows of O and their LSE."""
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
@@ -255,16 +322,18 @@ def store(acc, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.
     if variant.seed is not None:
         factor *= 65536.0 / variant.keep
     acc = scaled(acc, factor)
+    if shape.DV_HIGH != 0:
+        tail = scaled(tail, factor)
     if shape.DIRECT_O:
-        store_rows(acc, seq, rows, io, work, shape)
+        store_direct(acc, tail, seq, rows, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last row is the next one's.
         if m0 + W * 64 + 64 <= seq.len_q:
-            store_staged(acc, seq, m0, o_smem, io, shape, W)
+            store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
         else:
-            store_rows(acc, seq, rows, io, work, shape)
+            store_direct(acc, tail, seq, rows, io, work, shape)
     else:
-        store_staged(acc, seq, m0, o_smem, io, shape, W)
+        store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
 
 
 @gluon.jit
@@ -280,18 +349,17 @@ def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.con
             rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
             mbarrier.wait(q.full.index(0), n & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant, extra, shape, W)
-            acc, p16, m_i, l_i = state
+            acc, tail, p16, m_i, l_i = state
             if not shape.SHARED_O:
                 mbarrier.arrive(q.empty.index(0), count=1)
-            v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
-            acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
-            acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+            acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
+            acc, tail, p16 = added(acc, tail, p16, shape)
             release(v, i - 1)
             if shape.PACKED:
                 # Read again: kept until here, it would cost registers in every tile.
                 seq, m0, keys = sequence_of(t, band, work, shape)
                 rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
-            store(acc, m_i, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
+            store(acc, tail, m_i, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)
                 mbarrier.arrive(q.empty.index(0), count=1)
