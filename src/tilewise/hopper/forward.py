@@ -40,7 +40,7 @@ from .pipeline import (
     tma_store,
 )
 from .scores import score_layout
-from .work import Band, Work, dealt, first_key, rounds_of, seen_keys, sequence_of, tile_of
+from .work import Band, Work, dealt, first_key, low, rounds_of, seen_keys, sequence_of, tile_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -102,6 +102,44 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 
 @gluon.jit
+def multiply(q_smem, k_smem, zero, shape):
+    """``S = Q Kᵀ``, asynchronously: one group of products, or two that follow each other."""
+    if shape.D_HIGH == 0:
+        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_D, shape.D_HIGH)
+        k_low = k_smem.slice(0, LOW, dim=1).permute((1, 0))
+        k_high = k_smem.slice(LOW, shape.D_HIGH, dim=1).permute((1, 0))
+        s = warpgroup_mma(q_smem.slice(0, LOW, dim=1), k_low, zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_smem.slice(LOW, shape.D_HIGH, dim=1), k_high, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add(acc, tail, p16, v_smem, shape):
+    """``O += P V``, asynchronously; `tail` are the columns of the high part, which is a group of its own."""
+    if shape.DV_HIGH == 0:
+        acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
+        TAIL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout(shape.DV_HIGH), k_width=2)
+        acc = warpgroup_mma(p16, v_smem.slice(0, LOW, dim=1), acc, is_async=True)
+        p_tail = gl.convert_layout(p16, TAIL, assert_trivial=True)
+        tail = warpgroup_mma(p_tail, v_smem.slice(LOW, shape.DV_HIGH, dim=1), tail, is_async=True)
+    return acc, tail
+
+
+@gluon.jit
+def added(acc, tail, p16, shape):
+    """What `add` returned, once it is there, and the operand that it read."""
+    if shape.DV_HIGH == 0:
+        acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    else:
+        acc, tail, p16 = warpgroup_mma_wait(0, deps=(acc, tail, p16))
+    return acc, tail, p16
+
+
+@gluon.jit
 def packed(p, dtype: gl.constexpr):
     """Weights as 16-bit floats, two neighbours in an int32.
 
@@ -132,6 +170,13 @@ def scaled(acc, factor):
     """Rows of `acc` times `factor`, which has the rows' layout of the scores: the same threads."""
     VALUES: gl.constexpr = acc.type.layout
     return acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def marred(acc, poison):
+    """`acc` with NaN in the rows of NaN."""
+    VALUES: gl.constexpr = acc.type.layout
+    return acc + gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -197,15 +242,17 @@ def step(
     for one, and nothing is scaled anew. Only if a weight outgrows that reference, once in a while, is the tile done
     again, with the maximum.
     """
-    acc, p32, scale, shift, l_i = state
-    p16 = as_operand(p32, io.q_desc.dtype, score_layout(shape.BLOCK_DV))
+    acc, tail, p32, scale, shift, l_i = state
+    p16 = as_operand(p32, io.q_desc.dtype, score_layout(low(shape.BLOCK_DV, shape.DV_HIGH)))
     k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
     my_turn(consumers.turns, i, W)
-    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-    v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
-    acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
+    s = multiply(q_smem, k_smem, zero, shape)
+    acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
     next_turn(consumers.turns, W, shape.CONSUMERS)
-    s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
+    if shape.DV_HIGH == 0:
+        s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
+    else:
+        s, acc, tail, p16 = warpgroup_mma_wait(2, deps=(s, acc, tail, p16))
     s = modified(s, seq, tile, rows, j, variant, extra, shape)
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
@@ -221,12 +268,11 @@ def step(
         outgrown = scores.outgrown(sums + scores.spread(poison, sums))
     flags_smem = consumers.flags.index(W)
     flags_smem.store(scores.by_warp(outgrown))
-    acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    acc, tail, p16 = added(acc, tail, p16, shape)
     p32 = packed(p, io.q_desc.dtype)
     release(v, i - 1)
     if scores.any_warp(flags_smem):
-        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-        s = warpgroup_mma_wait(0, deps=(s,))
+        s = warpgroup_mma_wait(0, deps=(multiply(q_smem, k_smem, zero, shape),))
         s = modified(s, seq, tile, rows, j, variant, extra, shape)
         if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
             if masked:
@@ -239,35 +285,42 @@ def step(
         if shape.CLEAN:
             alpha += poison
         acc = scaled(acc, alpha)
+        if shape.DV_HIGH != 0:
+            tail = scaled(tail, alpha)
     release(k, i)
-    return acc, kept(p32, seq, tile, rows, j, work, variant, shape), scale, shift, l_i + sums
+    return acc, tail, kept(p32, seq, tile, rows, j, work, variant, shape), scale, shift, l_i + sums
 
 
 @gluon.jit
 def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W: gl.constexpr):
     """All key tiles of a row tile, the last first; the values of the first are left to the caller."""
     SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
-    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
+    LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
     zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
     k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
     my_turn(consumers.turns, i, W)
-    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    s = multiply(q_smem, k_smem, zero, shape)
     next_turn(consumers.turns, W, shape.CONSUMERS)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, i)
     top = tile.hi - 1
     s = modified(s, seq, tile, rows, top, variant, extra, shape)
-    acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, VALUES)
+    acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
+    tail = 0
+    if shape.DV_HIGH != 0:
+        tail = gl.zeros([64, shape.DV_HIGH], gl.float32, score_layout(shape.DV_HIGH))
     if (top >= tile.full_hi) | (top < tile.full_lo):
         s = hidden(s, seq, tile, rows, top, band, variant, extra, shape)
         if shape.CLEAN:
             poison = poisoned(v, i, seq, tile, rows, top, consumers.agreement, band, variant, extra, shape, W)
-            acc += gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
+            acc = marred(acc, poison)
+            if shape.DV_HIGH != 0:
+                tail = marred(tail, poison)
     unit = unit_of(io, variant)
     scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
     p = scores.weights(s, scale, safe)
     p32 = kept(packed(p, io.q_desc.dtype), seq, tile, rows, top, work, variant, shape)
-    state = acc, p32, scale, shift, scores.partial_sums(p)
+    state = acc, tail, p32, scale, shift, scores.partial_sums(p)
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(
@@ -278,13 +331,19 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
 
 
 @gluon.jit
-def store_staged(acc, seq, m0, o_smem, io, shape, W: gl.constexpr):
+def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
     """Write 64 rows of O through shared memory; TMA drops those past the end of the tensor."""
     if not shape.SHARED_O:
         # The tile before may still be leaving.
         tma.store_wait(0)
         cta_barrier()
-    o_smem.reshape([64, shape.BLOCK_DV]).store(acc.to(io.o_desc.dtype))
+    staged = o_smem.reshape([64, shape.BLOCK_DV])
+    if shape.DV_HIGH == 0:
+        staged.store(acc.to(io.o_desc.dtype))
+    else:
+        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
+        staged.slice(0, LOW, dim=1).store(acc.to(io.o_desc.dtype))
+        staged.slice(LOW, shape.DV_HIGH, dim=1).store(tail.to(io.o_desc.dtype))
     fence_async_shared()
     cta_barrier()
     b = seq.b
@@ -294,11 +353,19 @@ def store_staged(acc, seq, m0, o_smem, io, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(acc, seq, rows, io, work, shape):
-    """Write the rows of O that belong to the sequence."""
+def store_direct(acc, tail, seq, rows, io, work, shape):
+    """Write the rows of O that belong to the sequence, straight from registers."""
+    store_columns(acc, 0, seq, rows, io, work, shape)
+    if shape.DV_HIGH != 0:
+        store_columns(tail, low(shape.BLOCK_DV, shape.DV_HIGH), seq, rows, io, work, shape)
+
+
+@gluon.jit
+def store_columns(acc, FIRST: gl.constexpr, seq, rows, io, work, shape):
+    """Write the columns of O from FIRST on."""
     VALUES: gl.constexpr = acc.type.layout
     rows = gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True)
-    columns = gl.arange(0, shape.BLOCK_DV, gl.SliceLayout(0, VALUES))
+    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, VALUES))
     start = seq.q_start
     if not shape.PACKED:
         start = seq.b.to(gl.int64) * seq.len_q
@@ -324,7 +391,7 @@ def totals(scale, shift, l_i, seq, io, variant):
 
 
 @gluon.jit
-def store(acc, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
+def store(acc, tail, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
     """Normalise and write 64 rows of O and their LSE."""
     m_i, l_i, rest = totals(scale, shift, l_i, seq, io, variant)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
@@ -340,16 +407,18 @@ def store(acc, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shap
     if variant.seed is not None:
         factor *= 65536.0 / variant.keep
     acc = scaled(acc, factor)
+    if shape.DV_HIGH != 0:
+        tail = scaled(tail, factor)
     if shape.DIRECT_O:
-        store_rows(acc, seq, rows, io, work, shape)
+        store_direct(acc, tail, seq, rows, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last row is the next one's.
         if m0 + W * 64 + 64 <= seq.len_q:
-            store_staged(acc, seq, m0, o_smem, io, shape, W)
+            store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
         else:
-            store_rows(acc, seq, rows, io, work, shape)
+            store_direct(acc, tail, seq, rows, io, work, shape)
     else:
-        store_staged(acc, seq, m0, o_smem, io, shape, W)
+        store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
 
 
 @gluon.jit
@@ -365,19 +434,18 @@ def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.con
             rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
             mbarrier.wait(q.full.index(0), n & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W)
-            acc, p32, scale, shift, l_i = state
+            acc, tail, p32, scale, shift, l_i = state
             if not shape.SHARED_O:
                 mbarrier.arrive(q.empty.index(0), count=1)
-            v_smem = arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV)
-            p16 = as_operand(p32, io.q_desc.dtype, score_layout(shape.BLOCK_DV))
-            acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
-            acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+            p16 = as_operand(p32, io.q_desc.dtype, score_layout(low(shape.BLOCK_DV, shape.DV_HIGH)))
+            acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
+            acc, tail, p16 = added(acc, tail, p16, shape)
             release(v, i - 1)
             if shape.PACKED:
                 # Read again: kept until here, it would cost registers in every tile.
                 seq, m0, keys = sequence_of(t, band, work, shape)
                 rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
-            store(acc, scale, shift, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
+            store(acc, tail, scale, shift, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)
                 mbarrier.arrive(q.empty.index(0), count=1)

@@ -29,6 +29,13 @@ def block(head_dim: int) -> int:
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
+def high(head_dim: int) -> int:
+    """What of a head dim lies beyond the power of two below it, rounded up to one; 0 where that saves nothing."""
+    half = block(head_dim) // 2
+    rest = max(16, 1 << (head_dim - half - 1).bit_length()) if head_dim > half >= 64 else half
+    return rest if rest < half else 0
+
+
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy if TMA cannot address it: strides and start must be multiples of 16 bytes."""
     unit = 16 // x.element_size()
@@ -85,6 +92,13 @@ class Plan(NamedTuple):
     maxnreg: int
 
 
+def sizes(problem: Problem, tile: TileConfig) -> tuple[int, ...]:
+    """The first fields of the kernels' `work.Shape`."""
+    dims = problem.head_dim, problem.head_dim_v
+    d, d_v = map(block, dims)
+    return (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256, *map(high, dims))
+
+
 def compile_time(tile: TileConfig) -> tuple[int, int, int]:
     """What kernels take behind their shape: stages, registers of the producer and of consumers."""
     producer_regs, consumer_regs, _ = _REGISTERS[tile.block_m // ROWS]
@@ -107,7 +121,6 @@ def plan(problem: Problem) -> Plan | None:
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
-    sizes = (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256)
     return Plan(
         slice(first, last),
         tile.block_n,
@@ -115,7 +128,7 @@ def plan(problem: Problem) -> Plan | None:
         dealt,
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
-        Shape(*(gl.constexpr(size) for size in sizes)),
+        Shape(*map(gl.constexpr, sizes(problem, tile))),
         compile_time(tile),
         entry_registers(tile),
     )

@@ -141,21 +141,15 @@ def _listed(
 
 
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
-    d, d_v = launch.block(problem.head_dim), launch.block(problem.head_dim_v)
     tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
     values = {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_D": d,
-        "BLOCK_DV": d_v,
-        "CONSUMERS": tile.block_m // launch.ROWS,
-        "SHARED_O": d == d_v == 256,
         "HEAD_DIM_V": problem.head_dim_v,
         "PACKED": problem.packed,
         "DIRECT_O": problem.out_dtype != problem.dtype or problem.head_dim_v % 8 != 0,
         "CLEAN": problem.packed or tested,
     }
-    return Shape(**{name: gl.constexpr(value) for name, value in values.items()})
+    rest = {name: gl.constexpr(value) for name, value in values.items()}
+    return Shape(*map(gl.constexpr, launch.sizes(problem, tile)), **rest)
 
 
 def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Results:

@@ -59,9 +59,10 @@ class Tile(NamedTuple):
 class Shape(NamedTuple):
     """Compile-time sizes, and which of the ways the kernel takes.
 
-    SHARED_O: O leaves through the buffer of Q, for want of shared memory. PACKED: sequences are members of a packed
-    call. DIRECT_O: no TMA for O, whose dtype or head dim it cannot store. CLEAN: what is not finite in v reaches the
-    rows that see it, and no others.
+    SHARED_O: O leaves through the buffer of Q, for want of shared memory. D_HIGH, DV_HIGH: 0, or how much of a head dim
+    lies beyond the power of two below it, rounded up to one: the buffer is wider, but no more is multiplied. PACKED:
+    sequences are members of a packed call. DIRECT_O: no TMA for O, whose dtype or head dim it cannot store. CLEAN: what
+    is not finite in v reaches the rows that see it, and no others.
     """
 
     BLOCK_M: Any
@@ -70,10 +71,18 @@ class Shape(NamedTuple):
     BLOCK_DV: Any
     CONSUMERS: Any
     SHARED_O: Any
+    D_HIGH: Any = gl.constexpr(0)
+    DV_HIGH: Any = gl.constexpr(0)
     HEAD_DIM_V: Any = gl.constexpr(0)
     PACKED: Any = gl.constexpr(False)
     DIRECT_O: Any = gl.constexpr(False)
     CLEAN: Any = gl.constexpr(False)
+
+
+@gluon.constexpr_function
+def low(block, high):
+    """The columns of a buffer that are multiplied first: all of it, or half if there is a `high` part."""
+    return block // 2 if high else block
 
 
 @gluon.jit
