@@ -218,8 +218,9 @@ def poisoned(v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W
 def kept(p32, seq, tile, rows, j, work, variant, shape):
     """Weights that dropout leaves."""
     if variant.seed is not None:
+        PACKED: gl.constexpr = p32.type.layout
         n0 = first_key(tile, j, variant, shape)
-        p32 = p32 & scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N, p32.type.layout)
+        p32 = p32 & scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N, PACKED)
     return p32
 
 
@@ -273,10 +274,12 @@ def step(
     release(v, i - 1)
     if scores.any_warp(flags_smem):
         s = warpgroup_mma_wait(0, deps=(multiply(q_smem, k_smem, zero, shape),))
-        s = modified(s, seq, tile, rows, j, variant, extra, shape)
+        # What the first time has computed costs registers if it is kept for the second.
+        again = scores.opaque(j)
+        s = modified(s, seq, tile, rows, again, variant, extra, shape)
         if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
             if masked:
-                s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
+                s = hidden(s, seq, tile, rows, again, band, variant, extra, shape)
         scale, shift, safe, alpha = scores.reference(s, scale, shift, unit_of(io, variant))
         p = scores.weights(s, scale, safe)
         sums = scores.partial_sums(p)

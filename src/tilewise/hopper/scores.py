@@ -67,10 +67,16 @@ def modified(s, variant, extra, seq, rows, n0):
 
 
 @gluon.jit
+def opaque(x):
+    """An integer of which the compiler cannot know that it is `x`: it shares nothing, and foresees nothing."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
     """Which keys each row sees, [M, N]."""
-    # A value that the compiler cannot foresee keeps this a branch: it would rather compute and select in every tile.
-    n0 = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n0], dtype=gl.int32, is_pure=False, pack=1)
+    # This keeps it a branch: the compiler would rather compute and select in every tile.
+    n0 = opaque(n0)
     rows = rows[:, None]
     return score.visible(variant, extra, seq, rows, keys_from(n0, N), left, right) & (rows >= 0)
 

@@ -121,7 +121,7 @@ def softcapped(qk, variant):
         s = tanh_x * cap
     else:
         y = tl.exp2(qk * (variant.scale / variant.cap * (2.0 * LOG2E))) + 1.0
-        tanh_x = 1.0 - ratio(tl.full((), 2.0, tl.float32), y)
+        tanh_x = 1.0 - ratio(2.0, y)
         s = cap - ratio(2.0 * cap, y)
     return s, tanh_x
 
