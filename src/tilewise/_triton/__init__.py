@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -77,5 +78,19 @@ def backward(
     dlse: torch.Tensor | None, needs: tuple[str, ...],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The gradients of the inputs named in `needs`; `do` or `dlse` may be None. Repeatable bit for bit."""
-    passes = {name: tile(problem, name) for name in ("delta", "dq", "dkv", "dbias")}
-    return _backward(problem, inputs, (out, lse), (do, dlse), needs, passes)
+    return _backward(problem, inputs, (out, lse), (do, dlse), needs, _tiles(problem))
+
+
+def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
+    """`backward` for calls that are alike, of the tensors of `Inputs`, out, lse, do and dlse."""
+    tiles = _tiles(problem)
+
+    def run(tensors: tuple[Any, ...], tape: Tape) -> tuple[torch.Tensor, ...]:
+        given, (out, lse, do, dlse) = Inputs._make(tensors[:-4]), tensors[-4:]
+        return tuple(_backward(problem, given, (out, lse), (do, dlse), needs, tiles, tape).values())
+
+    return Repeated(run, tuple)
+
+
+def _tiles(problem: Problem) -> dict[str, TileConfig]:
+    return {name: tile(problem, name) for name in ("delta", "dq", "dkv", "dbias")}
