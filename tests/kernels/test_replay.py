@@ -278,7 +278,7 @@ def test_an_address_that_the_kernel_was_not_compiled_for_takes_the_usual_way(mac
         assert len(machine.usual) == usual + 1 and not machine.replayed
 
 
-def test_hooks_devices_and_knobs_take_the_usual_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_and_knobs_take_the_usual_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def usual_ways() -> int:
         before = len(machine.usual)
         attend(tensors("grouped"), backend="triton")
@@ -291,13 +291,19 @@ def test_hooks_devices_and_knobs_take_the_usual_way(machine: Machine, monkeypatc
         assert usual_ways() == 1
         hook.remove(print)
         assert usual_ways() == 0
-    monkeypatch.setattr(machine, "device", 1)
-    assert usual_ways() == 1
-    monkeypatch.setattr(machine, "device", 0)
-    assert usual_ways() == 0
     eager.forget()
     monkeypatch.setattr(runtime, "debug", True)
     assert [usual_ways() for _ in range(3)] == [1, 1, 1]
+
+
+def test_the_tensors_device_is_current_while_it_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+    for current in (0, 0, 0, 1):
+        monkeypatch.setattr(machine, "device", current)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+        entered.clear()
+        attend(tensors("grouped"), backend="hopper")
+    assert entered == [0] and len(machine.replayed) == 2
 
 
 def test_other_launchers_are_left_to_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,14 @@ class Replay:
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         """The results for these tensors, in the tape's order; None, and nothing done that counts, if it must not."""
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
-        if self._current_device() != self._index or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return None
+        if self._current_device() == self._index:
+            return self._play(tensors)
+        with torch.cuda.device(self._index):
+            return self._play(tensors)
+
+    def _play(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         held: list[Any] = list(tensors)
         for allocate, shape, strides, dtype, fill in self._memory:
             x = allocate(shape, strides, dtype)
