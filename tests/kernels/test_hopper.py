@@ -18,7 +18,7 @@ from offline import SHARED, Compiled, catching
 import tilewise
 from tilewise import hopper, masks
 from tilewise.arguments import prepare
-from tilewise.hopper import launch
+from tilewise.hopper import launch, variants
 from tilewise.hopper.schedule import Bounds, deal
 from tilewise.mask_algebra import Frame, interval
 from tilewise.problem import Inputs, Problem
@@ -172,6 +172,33 @@ def test_variant(elsewhere: None, name: str) -> None:
 )
 def test_variant_of_other_head_dims(elsewhere: None, name: str, head_dim: int) -> None:
     check(compiled(head_dim, **VARIANTS[name][0]()))
+
+
+def _few_queries(**options: Any) -> tuple[Problem, Inputs]:
+    q, k = torch.empty(2, 16, 8, 128, dtype=torch.float16), torch.empty(2, 640, 2, 128, dtype=torch.float16)
+    return prepare(q, k, k, **options)[:2]
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.ones(8), "sinks": torch.ones(8), "dropout_p": 0.2}])
+def test_few_queries_share_a_tile_with_their_group(elsewhere: None, options: dict[str, Any]) -> None:
+    with catching(90) as caught:
+        hopper.forward(*_few_queries(**options))
+    (kernel,) = caught
+    check(kernel)
+    found = loops_of(kernel, 128)
+    if not options:
+        assert not any(map(loops.spills, found))
+        assert max(map(len, found)) <= LOOP_BUDGET[128]
+
+
+def test_how_many_heads_share_a_tile() -> None:
+    def stack(seqlen_q: int, heads: tuple[int, int], **options: Any) -> int:
+        q = torch.empty(1, seqlen_q, heads[0], 64, dtype=torch.float16)
+        k = torch.empty(1, 300, heads[1], 64, dtype=torch.float16)
+        return variants.stack(prepare(q, k, k, **options)[0])
+
+    assert [stack(n, (8, 2)) for n in (1, 32, 33)] == [4, 4, 1]
+    assert [stack(1, heads) for heads in ((8, 8), (64, 1), (128, 1), (6, 2))] == [1, 64, 1, 1]
 
 
 def test_absent_options_cost_nothing(elsewhere: None) -> None:

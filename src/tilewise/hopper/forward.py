@@ -28,7 +28,21 @@ from ..kernels.score import LOG2E, Variant
 from . import scores
 from .pipeline import Ring, arrived, cta_barrier, make_ring, produce, release, tma_load, tma_store
 from .scores import score_layout
-from .work import Band, Work, dealt, first_key, low, rounds_of, seen_keys, sequence_of, tile_of
+from .work import (
+    Band,
+    Work,
+    dealt,
+    first_key,
+    first_row,
+    heads_of,
+    low,
+    own,
+    rounds_of,
+    rows_of,
+    seen_keys,
+    sequence_of,
+    tile_of,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -67,8 +81,8 @@ def load(io, q, k, v, band, work, variant, extra, shape):
             if shape.PACKED:
                 b = 0
             for w in gl.static_range(shape.CONSUMERS):
-                row = seq.q_start + m0 + w * 64
-                tma_load(io.q_desc, [b, row, seq.h, 0], q.full.index(0), q.tiles.index(w))
+                row = seq.q_start + first_row(m0, w, shape)
+                tma_load(io.q_desc, [b, row, seq.h * shape.STACK, 0], q.full.index(0), q.tiles.index(w))
             head = seq.h // work.group
             for d in range(tile.hi - tile.lo):
                 row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
@@ -174,7 +188,8 @@ def weigh(s, m_i, seq, tile, rows, j, io, work, variant, extra, shape):
     sums = gl.sum(p, 1)
     if variant.seed is not None:
         n0 = first_key(tile, j, variant, shape)
-        p = gl.where(scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N), p, 0.0)
+        batch_head = seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)
+        p = gl.where(scores.kept(variant, batch_head, rows, n0, shape.BLOCK_N), p, 0.0)
     return p, sums, m_new, alpha
 
 
@@ -192,7 +207,7 @@ def step(
         s, acc, tail, p16 = warpgroup_mma_wait(2, deps=(s, acc, tail, p16))
     release(k, i)
     if not variant.fold:
-        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, j, variant, shape))
+        s = scores.modified(s, variant, extra, own(seq, rows, shape), rows, first_key(tile, j, variant, shape))
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
     if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
@@ -212,11 +227,11 @@ def step(
 
 
 @gluon.jit
-def before(rows, seq, io, variant):
+def before(rows, seq, io, variant, shape):
     """Maximum and sum before any key: a sink is a key with value 0 that every row has already seen."""
     m_i = each_row(rows, float("-inf"))
     if io.sinks is not None:
-        sink = gl.load(io.sinks + seq.h).to(gl.float32) * LOG2E
+        sink = gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
         if variant.fold:
             sink = sink / io.qk_scale
         m_i = each_row(rows, 0.0) + sink
@@ -234,11 +249,13 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant,
     release(k, i)
     top = tile.hi - 1
     if not variant.fold:
-        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, top, variant, shape))
+        s = scores.modified(s, variant, extra, own(seq, rows, shape), rows, first_key(tile, top, variant, shape))
     poison = each_row(rows, 0.0)
     if (top >= tile.full_hi) | (top < tile.full_lo):
         s, poison = hidden(s, v, i, seq, tile, rows, top, agreement, band, variant, extra, shape, W)
-    p, l_i, m_i, alpha = weigh(s, before(rows, seq, io, variant), seq, tile, rows, top, io, work, variant, extra, shape)
+    p, l_i, m_i, alpha = weigh(
+        s, before(rows, seq, io, variant, shape), seq, tile, rows, top, io, work, variant, extra, shape
+    )
     if io.sinks is not None:
         l_i += alpha
     acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
@@ -278,7 +295,7 @@ def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
     b = seq.b
     if shape.PACKED:
         b = 0
-    tma_store(io.o_desc, [b, seq.q_start + m0 + W * 64, seq.h, 0], o_smem)
+    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, 0], o_smem)
 
 
 @gluon.jit
@@ -298,7 +315,8 @@ def store_columns(acc, FIRST: gl.constexpr, seq, rows, io, work, shape):
     start = seq.q_start
     if not shape.PACKED:
         start = seq.b.to(gl.int64) * seq.len_q
-    first = ((start + rows).to(gl.int64) * work.heads + seq.h) * shape.HEAD_DIM_V
+    head = heads_of(seq, rows, shape)
+    first = ((start + rows).to(gl.int64) * (work.heads * shape.STACK) + head) * shape.HEAD_DIM_V
     inside = (rows < seq.len_q)[:, None] & (columns < shape.HEAD_DIM_V)[None, :]
     gl.store(io.o + first[:, None] + columns[None, :], acc.to(io.o.dtype.element_ty), mask=inside)
 
@@ -314,9 +332,9 @@ def store(acc, tail, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, 
         unit = io.qk_scale * LN2
     lse = gl.where(empty, float("-inf"), m_i * unit + gl.log(l_safe))
     if shape.PACKED:
-        stat = seq.h.to(gl.int64) * io.stat_rows + seq.q_start
+        stat = heads_of(seq, rows, shape).to(gl.int64) * io.stat_rows + seq.q_start
     else:
-        stat = (seq.b * work.heads + seq.h).to(gl.int64) * io.stat_rows
+        stat = (seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)).to(gl.int64) * io.stat_rows
     gl.store(io.lse + stat + rows, lse, mask=rows < seq.len_q)
     factor = 1.0 / l_safe
     if variant.seed is not None:
@@ -328,7 +346,7 @@ def store(acc, tail, m_i, l_i, seq, m0, rows, o_smem, io, work, variant, shape, 
         store_direct(acc, tail, seq, rows, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last row is the next one's.
-        if m0 + W * 64 + 64 <= seq.len_q:
+        if first_row(m0, W + 1, shape) <= seq.len_q:
             store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
         else:
             store_direct(acc, tail, seq, rows, io, work, shape)
@@ -346,7 +364,7 @@ def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.con
         if t >= 0:
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
-            rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
+            rows = rows_of(m0, W, shape)
             mbarrier.wait(q.full.index(0), n & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, agreement, band, work, variant, extra, shape, W)
             acc, tail, p16, m_i, l_i = state
@@ -358,7 +376,7 @@ def compute(io, q, k, v, agreement, band, work, variant, extra, shape, W: gl.con
             if shape.PACKED:
                 # Read again: kept until here, it would cost registers in every tile.
                 seq, m0, keys = sequence_of(t, band, work, shape)
-                rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
+                rows = rows_of(m0, W, shape)
             store(acc, tail, m_i, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)

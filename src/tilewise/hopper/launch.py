@@ -45,16 +45,16 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _GL[dtype])
+def _layout(rows: int, heads: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, heads, columns], _GL[dtype])
 
 
-def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of [B, S, H, D] for tiles of so many rows of one head."""
+def descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """A TMA descriptor of [B, S, H, D] for tiles of so many rows of so many heads."""
     # A dimension of size 1 may have any stride, which TMA would still check.
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape, strict=False)]
-    tile = [1, rows, 1, columns]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, columns, x.dtype))
+    tile = [1, rows, heads, columns]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, heads, columns, x.dtype))
 
 
 def bounds(problem: Problem) -> tuple[Bounds, int, int]:
