@@ -19,7 +19,7 @@ from .schedule import Bounds, Dealt, deal
 from .work import Shape
 
 ROWS = 64  # of one warpgroup
-_GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
 _REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
 
@@ -46,7 +46,7 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _layout(rows: int, heads: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, rows, heads, columns], _GL[dtype])
+    return gl.NVMMASharedLayout.get_default_for([1, rows, heads, columns], GLUON[dtype])
 
 
 def descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
