@@ -108,24 +108,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        return (None, None, None, *_wanted(ctx.needs_input_grad[3:], ctx.static, ctx.saved_tensors, do, dlse))
+        wanted = ctx.needs_input_grad[3:]
+        if do is None and dlse is None:
+            return (None,) * (3 + len(wanted))
+        needs = _names(wanted)
+        # A compiled backward pass is never differentiated again: the compiler refuses that itself.
+        first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
+        grads = first_order(needs, ctx.static, *ctx.saved_tensors[:2], do, dlse, *ctx.saved_tensors[2:])
+        return (None, None, None, *_placed(grads, wanted))
 
 
-def _wanted(
-    wanted: Sequence[bool], static: tuple[str, int, int], saved: Sequence[torch.Tensor], do: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """The gradients of all inputs of a call, None for those not `wanted`; `saved` are its results and its inputs."""
-    nothing = (None,) * len(wanted)
-    if do is None and dlse is None:
-        return nothing
-    out, lse, *tensors = saved
-    needs = " ".join(name for name, want in zip(DIFFERENTIABLE, wanted, strict=False) if want)
-    # A compiled backward pass is never differentiated again: the compiler refuses that itself.
-    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    grads = iter((_FirstOrder.apply if again else _gradients)(needs, static, out, lse, do, dlse, *tensors))
-    named = [next(grads) if want else None for want in wanted[: len(DIFFERENTIABLE)]]
-    return (*named, *nothing[len(named) :])
+def _names(wanted: Sequence[bool]) -> str:
+    """The inputs that want a gradient, by name."""
+    return " ".join(name for name, want in zip(DIFFERENTIABLE, wanted, strict=False) if want)
+
+
+def _placed(grads: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients in the places of their inputs."""
+    left = iter(grads)
+    return tuple([next(left) if want else None for want in wanted])
 
 
 def _gradients(needs: str, static: tuple[str, int, int], *tensors: Any) -> tuple[torch.Tensor, ...]:
@@ -166,8 +167,17 @@ class Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        saved = (*ctx.saved_tensors, *ctx.call.absent)
-        return (None, *_wanted(ctx.needs_input_grad[1:], ctx.call.static, saved, do, dlse))
+        wanted, call = ctx.needs_input_grad[1:], ctx.call
+        if do is None and dlse is None:
+            return (None,) * (1 + len(wanted))
+        (out, lse, *tensors), needs, grads = ctx.saved_tensors, _names(wanted), None
+        tensors += call.absent
+        again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not again:
+            grads = call.backward(needs, (*tensors, out, lse, do, dlse))
+        if grads is None:
+            grads = (_FirstOrder.apply if again else _gradients)(needs, call.static, out, lse, do, dlse, *tensors)
+        return (None, *_placed(grads, wanted))
 
 
 # `Eager.apply` without what serves transforms, which known calls are never under.

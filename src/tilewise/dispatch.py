@@ -51,6 +51,19 @@ def bind(problem: Problem) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]
     return forward
 
 
+def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
+    """The backward pass likewise: from the tensors of `Inputs`, out, lse, do and dlse to the gradients in `needs`."""
+    backend = module(choose(problem, "backward"))
+    if hasattr(backend, "bind_backward"):
+        return backend.bind_backward(problem, needs)
+
+    def backward(tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        grads = backend.backward(problem, Inputs._make(tensors[:-4]), *tensors[-4:], needs)
+        return tuple(grads[name] for name in needs)
+
+    return backward
+
+
 @contextmanager
 def plain_numerics(device: torch.device) -> Iterator[None]:
     """Autocast would reach into a backend's own products and lower them; the surface has cast already."""

@@ -10,6 +10,7 @@ and everything that watches or rewrites operators (compilation, transforms, mode
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,8 @@ Tensors: TypeAlias = tuple[Any, ...]
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # Shapes that vary without end must not fill memory: a call's record is some kilobytes.
 _MOST = 4096
+# Gradients differ in which are asked for, and in the strides of what comes in.
+_MOST_GRADIENTS = 16
 _calls: dict[Key, Call] = {}
 
 
@@ -43,6 +46,7 @@ class Call:
         # Autograd takes its time for each argument, None included.
         self.absent = (None,) * (len(inputs) - given)
         self._given = given
+        self._backwards: dict[Key, Callable[[Tensors], tuple[torch.Tensor, ...]]] = {}
         self.static = (problem.options.encode([]), problem.seqlen_q, problem.seqlen_k)
         self.forward = dispatch.bind(problem)
 
@@ -61,6 +65,39 @@ class Call:
             out, lse = self.forward(tensors)
         return (out, lse) if self._return_lse else out
 
+    def backward(self, needs: str, tensors: Tensors) -> tuple[torch.Tensor, ...] | None:
+        """The gradients that `needs` names, or None if they must be got the long way.
+
+        Args:
+            needs: names of inputs.
+            tensors: of `Inputs`, then out, lse, do and dlse.
+        """
+        if torch.compiler.is_compiling() or _watched() or torch._C._is_any_autocast_enabled():
+            return None
+        out, _, do, dlse = tensors[-4:]
+        kind = torch._C._dispatch_keys(out)
+        for x in (do, dlse):
+            if x is not None and (type(x) not in _PLAIN or torch._C._dispatch_keys(x) != kind):
+                return None
+        key = (needs, None if do is None else (do.stride(), do.dtype), None if dlse is None else dlse.stride())
+        if key not in self._backwards:
+            if len(self._backwards) >= _MOST_GRADIENTS:
+                self._backwards.clear()
+            self._backwards[key] = dispatch.bind_backward(self.problem, tuple(needs.split()))
+        return self._backwards[key](tensors)
+
+
+def _watched() -> bool:
+    """Whether anything watches or rewrites operators."""
+    c = torch._C
+    return (
+        c._len_torch_dispatch_stack() > 0
+        or c._len_torch_function_stack() > 0
+        or c._functorch.maybe_current_level() is not None
+        or c._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
 
 def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | None]:
     """The key of a call, None if it must take the long way; and the call itself, if one like it was remembered.
@@ -69,19 +106,12 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         tensors: of `Inputs`, the seed apart.
         asked: everything else that was passed; mask, window and score_mod first.
     """
-    c = torch._C
-    if (
-        c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
-        or c._functorch.maybe_current_level() is not None
-        or c._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    ):
+    if _watched():
         return None, None
     q, k, v, bias, slopes, sinks, _, cu_seqlens_q, *_ = tensors
     mask, window, score_mod = asked[:3]
     # A tensor that has outlived its transform is still wrapped.
-    wrapped = c._functorch.is_functorch_wrapped_tensor
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain or wrapped(q) or wrapped(k) or wrapped(v):
         return None, None
@@ -95,7 +125,7 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, others,
-            c.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad),
+            torch._C.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad),
             asked, tuple(map(type, asked)), tuple(map(type, window)) if type(window) is tuple else None,
         )  # fmt: skip
         return key, _calls.get(key)

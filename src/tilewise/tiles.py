@@ -46,9 +46,10 @@ ANY = "any"
 TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     # backend, pass, architecture class, dtype class, head dim up to
     ("cpu", "forward", ANY, ANY, 512): TileConfig(256, 512),
-    ("hopper", "forward", ANY, "16bit", 64): TileConfig(128, 128, 4, 2),  # H200, 2026-11-29, 484/489 TFLOP/s at 16k
-    ("hopper", "forward", ANY, "16bit", 128): TileConfig(128, 128, 4, 2),  # H200, 2026-11-29, 697/678
-    ("hopper", "forward", ANY, "16bit", 256): TileConfig(128, 64, 4, 2),  # H200, 2026-11-29, 712/643 at 4k
+    ("hopper", "forward", ANY, "16bit", 64): TileConfig(128, 128, 4, 3),  # 491/458, 400
+    ("hopper", "long forward", ANY, "16bit", 64): TileConfig(192, 128, 4, 3),  # 544/517, 371
+    ("hopper", "forward", ANY, "16bit", 128): TileConfig(128, 128, 4, 2),  # 691/686, 575
+    ("hopper", "forward", ANY, "16bit", 256): TileConfig(128, 64, 4, 2),  # 745/719
     ("triton", "forward", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dq", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dkv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from offline import SHARED, Compiled, catching
 import tilewise
 from tilewise import hopper, masks
 from tilewise.arguments import prepare
-from tilewise.hopper import launch
+from tilewise.hopper import launch, scores, variants
 from tilewise.hopper.schedule import Bounds, deal
+from tilewise.kernels.call import prepare as prepare_records
 from tilewise.mask_algebra import Frame, interval
 from tilewise.problem import Inputs, Problem
 from tilewise.tiles import lookup
@@ -174,6 +176,33 @@ def test_variant_of_other_head_dims(elsewhere: None, name: str, head_dim: int) -
     check(compiled(head_dim, **VARIANTS[name][0]()))
 
 
+def _few_queries(**options: Any) -> tuple[Problem, Inputs]:
+    q, k = torch.empty(2, 16, 8, 128, dtype=torch.float16), torch.empty(2, 640, 2, 128, dtype=torch.float16)
+    return prepare(q, k, k, **options)[:2]
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.ones(8), "sinks": torch.ones(8), "dropout_p": 0.2}])
+def test_few_queries_share_a_tile_with_their_group(elsewhere: None, options: dict[str, Any]) -> None:
+    with catching(90) as caught:
+        hopper.forward(*_few_queries(**options))
+    (kernel,) = caught
+    check(kernel)
+    found = loops_of(kernel, 128)
+    if not options:
+        assert not any(map(loops.spills, found))
+        assert max(map(len, found)) <= LOOP_BUDGET[128]
+
+
+def test_how_many_heads_share_a_tile() -> None:
+    def stack(seqlen_q: int, heads: tuple[int, int], **options: Any) -> int:
+        q = torch.empty(1, seqlen_q, heads[0], 64, dtype=torch.float16)
+        k = torch.empty(1, 300, heads[1], 64, dtype=torch.float16)
+        return variants.stack(prepare(q, k, k, **options)[0])
+
+    assert [stack(n, (8, 2)) for n in (1, 32, 33)] == [4, 4, 1]
+    assert [stack(1, heads) for heads in ((8, 8), (64, 1), (128, 1), (6, 2))] == [1, 64, 1, 1]
+
+
 def test_absent_options_cost_nothing(elsewhere: None) -> None:
     """Where no more is asked than an output that TMA cannot store, the loop is the plain kernel's."""
     plain, other = (loops_of(compiled(64, **options), 64) for options in ({}, {"out_dtype": torch.float32}))
@@ -258,3 +287,44 @@ def test_keys_that_nobody_sees_are_cut_off() -> None:
     assert (first, last) == (16, 30)
     assert band == Bounds(10, 14, 4, 4, 2)
     assert launch.bounds(prepare(q, k, k, causal="top_left")[0])[1:] == (0, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_is_not_finite_is_found_by_its_exponent(dtype: torch.dtype) -> None:
+    """The arithmetic of `scores.strange_signs` and `scores.clean`, for every number of 16 bits in both halves."""
+    exponents, unit = scores.exponent_masks.fn(launch.GLUON[dtype])
+    halves = torch.arange(1 << 16)
+    strange = ~halves.to(torch.int16).view(dtype).isfinite()
+    for words, at in ((halves << 16 | 0x3C00, 31), (halves | 0x3C00 << 16, 15)):
+        signs = (words & exponents) + unit
+        assert torch.equal((signs >> at & 1).bool(), strange)
+        other = 15 if at == 31 else 31
+        assert not (signs >> other & 1).any()
+        cleaned = words & ~((signs >> 15 & 0x00010001) * 0xFFFF)
+        assert torch.equal(cleaned >> at - 15 & 0xFFFF, torch.where(strange, 0, halves))
+        assert torch.equal(cleaned >> other - 15 & 0xFFFF, words >> other - 15 & 0xFFFF)
+
+
+def test_the_order_of_a_plan_has_every_tile_once(elsewhere: None) -> None:
+    active = torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    problem, inputs = posed_call((64, 64), mask=tilewise.BlockMask(active, 128, 128))
+    call = prepare_records(problem, inputs)
+    variant, _ = call.variant(launch.tile_of(problem))
+    listed = variants._by_plan(variant.plan, call, variants.Tiles(4, 128, 128), 7)
+    numbers = listed.table[listed.table >= 0]
+    assert listed.table.shape == (listed.rounds, 7) and sorted(numbers.tolist()) == list(range(2 * 4 * 5))
+    lengths = active.sum(-1).flatten()
+    rounds = [lengths[row[row >= 0].long()] for row in listed.table]
+    assert all(int(a.min()) >= int(b.max()) for a, b in pairwise(rounds))
+    # Whoever has none is so in the last round alone: barriers count on it.
+    assert (listed.table[:-1] >= 0).all()
+
+
+def test_without_keys_only_sinks_are_seen(elsewhere: None) -> None:
+    sinks = torch.tensor([1.0, -2.0])
+    q, k = torch.empty(5, 2, 64, dtype=torch.float16), torch.empty(0, 2, 64, dtype=torch.float16)
+    cu = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 0], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": 3, "max_seqlen_k": 0}
+    out, lse = hopper.forward(*prepare(q, k, k, sinks=sinks, **lengths)[:2])
+    assert not out.count_nonzero()
+    assert torch.equal(lse[:, :3], sinks[:, None].expand(2, 3)) and (lse[:, 3:] == float("-inf")).all()

@@ -151,8 +151,10 @@ def attend(inputs: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]
     return [*inputs, *(x for x in options.values() if isinstance(x, torch.Tensor)), *results]
 
 
-def named(launched: Launch, held: Sequence[torch.Tensor]) -> Any:
-    """A launch with addresses replaced by where they point: which tensor, and how far into it."""
+def named(launched: Launch, held: Sequence[Any]) -> Any:
+    """A launch with addresses replaced by where they point: which tensor and how far into it, or which unknown one."""
+    unknown: list[int] = []
+    held = [x for x in held if isinstance(x, torch.Tensor)]
     spans = [(x.data_ptr(), x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()) for x in held]
 
     def name(value: Any) -> Any:
@@ -161,7 +163,10 @@ def named(launched: Launch, held: Sequence[torch.Tensor]) -> Any:
         if type(value) is int and value > 2**32:
             # Of several tensors in one memory, the one that starts last before it.
             near = [(value - start, i) for i, (start, stop) in enumerate(spans) if start <= value < stop]
-            return ("in", *min(near)) if near else value
+            if near:
+                return ("in", *min(near))
+            unknown.extend([value] if value not in unknown else [])
+            return ("unknown", unknown.index(value))
         return getattr(value, "value", value)
 
     return name(launched)
@@ -217,6 +222,42 @@ def test_packed_sequences_are_replayed(machine: Machine) -> None:
     assert len(machine.usual) == 2 and len(machine.replayed) == 1
 
 
+def trained(kind: str, with_lse: bool, **options: Any) -> list[Any]:
+    """Everything of a call and its gradients."""
+    inputs = [x.detach().requires_grad_() for x in tensors(kind)]
+    out, lse = tilewise.attention(*inputs, return_lse=True, **options)
+    results, incoming = [out, lse][: 1 + with_lse], [torch.randn_like(out), torch.randn_like(lse)][: 1 + with_lse]
+    grads = torch.autograd.grad(results, inputs, incoming)
+    return [*inputs, *options.values(), out, lse, *incoming, *grads]
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "out and lse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_is_replayed(machine: Machine, kind: str, with_lse: bool) -> None:
+    # The first call takes the long way, forward and backward; the second is taped.
+    passes = []
+    for _ in range(3):
+        machine.usual.clear()
+        held = trained(kind, with_lse, softcap=5.0)
+        passes.append([named(launched, held) for launched in (*machine.usual, *machine.replayed)])
+    assert not machine.usual and len(machine.replayed) == 4
+    assert len(passes[1]) == 4
+    assert passes[2] == passes[1]
+
+
+def test_gradients_that_pytorch_finishes_are_not_replayed(machine: Machine) -> None:
+    def attend(**options: Any) -> int:
+        machine.replayed.clear()
+        inputs = [x.detach().requires_grad_() for x in tensors("grouped")]
+        tilewise.attention(*inputs, **options).sum().backward()
+        return len(machine.replayed)
+
+    for _ in range(4):
+        # `do` of a sum is one number, expanded, and is copied.
+        assert attend(softcap=4.0) <= 1
+        assert attend(alibi_slopes=torch.rand(4).requires_grad_()) <= 1
+
+
 def test_what_the_tape_has_not_seen_come_is_not_replayed(machine: Machine) -> None:
     def shifted() -> torch.Tensor:
         return torch.randn(2 * 130 * 4 * 64 + 1).bfloat16()[1:].view(2, 130, 4, 64)
@@ -237,7 +278,7 @@ def test_an_address_that_the_kernel_was_not_compiled_for_takes_the_usual_way(mac
         assert len(machine.usual) == usual + 1 and not machine.replayed
 
 
-def test_hooks_devices_and_knobs_take_the_usual_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_and_knobs_take_the_usual_way(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def usual_ways() -> int:
         before = len(machine.usual)
         attend(tensors("grouped"), backend="triton")
@@ -250,13 +291,19 @@ def test_hooks_devices_and_knobs_take_the_usual_way(machine: Machine, monkeypatc
         assert usual_ways() == 1
         hook.remove(print)
         assert usual_ways() == 0
-    monkeypatch.setattr(machine, "device", 1)
-    assert usual_ways() == 1
-    monkeypatch.setattr(machine, "device", 0)
-    assert usual_ways() == 0
     eager.forget()
     monkeypatch.setattr(runtime, "debug", True)
     assert [usual_ways() for _ in range(3)] == [1, 1, 1]
+
+
+def test_the_tensors_device_is_current_while_it_works(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[Any] = []
+    for current in (0, 0, 0, 1):
+        monkeypatch.setattr(machine, "device", current)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+        entered.clear()
+        attend(tensors("grouped"), backend="hopper")
+    assert entered == [0] and len(machine.replayed) == 2
 
 
 def test_other_launchers_are_left_to_triton(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,16 +331,20 @@ def test_addresses_that_change_do_not_pile_up(machine: Machine, monkeypatch: pyt
     assert all(len(change.encode._made) <= 4 for change in step._changes if change.encode)
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
-def test_no_tensor_is_kept(machine: Machine, backend: str) -> None:
+def test_no_tensor_is_kept(machine: Machine, backend: str, training: bool) -> None:
     def serve() -> set[int]:
-        return {x.data_ptr() for _ in range(3) for x in attend(tensors("grouped"), backend=backend)}
+        options = {"backend": "triton"} if backend == "triton" else {}
+        attended = trained("grouped", True, **options) if training else attend(tensors("grouped"), **options)
+        return {x.data_ptr() for x in attended if isinstance(x, torch.Tensor)}
 
-    addresses = serve()
+    before = {id(x) for x in gc.get_objects()}
+    addresses = set().union(*(serve() for _ in range(3)))
     assert machine.replayed
     gc.collect()
-    alive = [x.shape for x in gc.get_objects() if type(x) is torch.Tensor and x.data_ptr() in addresses]
-    assert not alive
+    alive = [x for x in gc.get_objects() if id(x) not in before and type(x) is torch.Tensor]
+    assert not [x.shape for x in alive if x.data_ptr() in addresses]
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])

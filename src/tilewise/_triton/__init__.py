@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -78,3 +79,13 @@ def backward(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The gradients of the inputs named in `needs`; `do` or `dlse` may be None. Repeatable bit for bit."""
     return _backward(problem, inputs, (out, lse), (do, dlse), needs, partial(tile, problem))
+
+
+def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
+    """`backward` for calls that are alike, of the tensors of `Inputs`, out, lse, do and dlse."""
+
+    def run(tensors: tuple[Any, ...], tape: Tape) -> tuple[torch.Tensor, ...]:
+        given, (out, lse, do, dlse) = Inputs._make(tensors[:-4]), tensors[-4:]
+        return tuple(_backward(problem, given, (out, lse), (do, dlse), needs, partial(tile, problem), tape).values())
+
+    return Repeated(run, tuple)

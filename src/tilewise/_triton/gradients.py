@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..kernels.call import Call, prepare
+from ..kernels.replay import Tape
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import launch
@@ -22,7 +23,7 @@ TOGETHER = 128
 
 def backward(
     problem: Problem, inputs: Inputs, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any],
-    needs: tuple[str, ...], tile: Callable[[str], TileConfig],
+    needs: tuple[str, ...], tile: Callable[[str], TileConfig], tape: Tape | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """The gradients named in `needs`.
 
@@ -32,7 +33,9 @@ def backward(
         grads: ``do`` and ``dlse``; one of them may be None.
         needs: names of inputs.
         tile: the tile of a pass.
+        tape: writes down what this takes, if anyone wants to know.
     """
+    tape = tape or Tape()
     call, (out, lse), (do, dlse) = prepare(problem, inputs), forward, grads
     if do is None:
         do = torch.zeros_like(out)
@@ -41,17 +44,17 @@ def backward(
     dlse = None if dlse is None else dlse.float().contiguous()
     result: dict[str, torch.Tensor] = {}
     with launch.on(problem.device):
-        stats = statistics(call, (out, lse), (do, dlse), tile("delta"))
+        stats = statistics(call, (out, lse), (do, dlse), tile("delta"), tape)
         operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
-            result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse))
+            result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse), tape)
             if slopes is not None:
                 result["alibi_slopes"] = slopes
         wanted = tuple(name for name in ("k", "v") if name in needs)
         apart = max(problem.head_dim, problem.head_dim_v) > TOGETHER
         for names in [(name,) for name in wanted] if apart else [wanted] if wanted else []:
             shape = tile("d" + names[0] if apart else "dkv")
-            result |= zip(names, gradient_of_kv(call, operands, stats, shape, names), strict=True)
+            result |= zip(names, gradient_of_kv(call, operands, stats, shape, names, tape), strict=True)
         if "bias" in needs:
             assert inputs.bias is not None
             result["bias"] = dbias(inputs.bias, call, operands, stats, tile("dbias"))
@@ -61,44 +64,47 @@ def backward(
     return {name: result[name] for name in needs}
 
 
-def _empty(like: torch.Tensor, written: bool) -> torch.Tensor:
+def _empty(like: torch.Tensor, written: bool, tape: Tape) -> torch.Tensor:
     """A gradient of `like`, contiguous; zeros where kernels do not write every row."""
-    return (torch.empty if written else torch.zeros)(like.shape, dtype=like.dtype, device=like.device)
+    return tape.empty(like.shape, like.dtype, like.device, None if written else 0.0)
 
 
 def statistics(
-    call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+    call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[torch.Tensor, Any], tile: TileConfig,
+    tape: Tape,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The lse in base 2, and delta."""
     problem, (out, lse), (do, dlse) = call.problem, forward, grads
-    lse2, delta = torch.empty_like(lse), (torch.zeros_like if problem.packed else torch.empty_like)(lse)
+    lse2, delta = _empty(lse, True, tape), _empty(lse, not problem.packed, tape)
     programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if programs:
-        delta_kernel[(programs,)](
+        arguments = (
             launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
-            call.base, launch.shape(call.problem, tile), *call.sizes[:3], **tile.launch_options,
+            call.base, launch.shape(call.problem, tile), *call.sizes[:3],
         )  # fmt: skip
+        tape.launch(delta_kernel, programs, arguments, **tile.launch_options)
     return lse2, delta
 
 
 def gradient_of_q(
     call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
-    given: tuple[Inputs, torch.Tensor | None],
+    given: tuple[Inputs, torch.Tensor | None], tape: Tape,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """dq, and the gradient of the slopes if there are any; `given` are the inputs and dlse."""
     problem, (inputs, dlse) = call.problem, given
     slopes = inputs.alibi_slopes
-    dq = _empty(inputs.q, not problem.packed)
+    dq = _empty(inputs.q, not problem.packed, tape)
     tiles_m = triton.cdiv(problem.seqlen_q, tile.block_m)
     partial = None
     if slopes is not None:
         partial = torch.zeros(problem.batch, problem.heads_q, tiles_m, dtype=torch.float32, device=problem.device)
     programs = tiles_m * problem.heads_q * problem.batch
     if programs:
-        dq_kernel[(programs,)](
+        arguments = (
             *operands, launch.rows(dq, problem), partial, None if partial is None else dlse, *stats,
-            *call.variant(tile), launch.shape(call.problem, tile), *call.sizes, **tile.launch_options,
+            *call.variant(tile), launch.shape(call.problem, tile), *call.sizes,
         )  # fmt: skip
+        tape.launch(dq_kernel, programs, arguments, **tile.launch_options)
     if partial is None or slopes is None:
         return dq, None
     dslopes = partial.sum(2)
@@ -107,20 +113,20 @@ def gradient_of_q(
 
 def gradient_of_kv(
     call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
-    wanted: tuple[str, ...],
+    wanted: tuple[str, ...], tape: Tape,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """dk, dv or both, as `wanted` names them."""
     problem = call.problem
     written = not problem.packed and not problem.has_seqused
-    grads = {name: _empty(x.ptr, written) for name, x in zip("kv", operands[1:3], strict=True) if name in wanted}
+    grads = {name: _empty(x.ptr, written, tape) for name, x in zip("kv", operands[1:3], strict=True) if name in wanted}
     dk, dv = (launch.rows(grads[name], problem) if name in grads else None for name in "kv")
     programs = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.heads_kv * problem.batch
     if programs:
-        dkv_kernel[(programs,)](
+        arguments = (
             *operands, dk, dv, *stats, *call.variant(tile, transposed=True),
             launch.shape(call.problem, tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
-            **tile.launch_options,
         )  # fmt: skip
+        tape.launch(dkv_kernel, programs, arguments, **tile.launch_options)
     return tuple(grads[name] for name in wanted)
 
 

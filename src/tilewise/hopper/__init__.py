@@ -44,7 +44,7 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
     """Tile of the forward, the only pass."""
-    return launch.tile_of(problem)
+    return launch.tile_of(problem) if variants.needed(problem) else launch.plain_tile(problem)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,7 +40,21 @@ from .pipeline import (
     tma_store,
 )
 from .scores import score_layout
-from .work import Band, Work, dealt, first_key, low, rounds_of, seen_keys, sequence_of, tile_of
+from .work import (
+    Band,
+    Work,
+    dealt,
+    first_key,
+    first_row,
+    heads_of,
+    low,
+    own,
+    rounds_of,
+    rows_of,
+    seen_keys,
+    sequence_of,
+    tile_of,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -91,8 +105,8 @@ def load(io, q, k, v, band, work, variant, extra, shape):
             if shape.PACKED:
                 b = 0
             for w in gl.static_range(shape.CONSUMERS):
-                row = seq.q_start + m0 + w * 64
-                tma_load(io.q_desc, [b, row, seq.h, 0], q.full.index(0), q.tiles.index(w))
+                row = seq.q_start + first_row(m0, w, shape)
+                tma_load(io.q_desc, [b, row, seq.h * shape.STACK, 0], q.full.index(0), q.tiles.index(w))
             head = seq.h // work.group
             for d in range(tile.hi - tile.lo):
                 row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
@@ -190,7 +204,7 @@ def each_row(rows, value):
 def modified(s, seq, tile, rows, j, variant, extra, shape):
     """Scores of the products with the j-th key tile, before the mask."""
     if not variant.fold:
-        s = scores.modified(s, variant, extra, seq, rows, first_key(tile, j, variant, shape))
+        s = scores.modified(s, variant, extra, own(seq, rows, shape), rows, first_key(tile, j, variant, shape))
     return s
 
 
@@ -220,7 +234,8 @@ def kept(p32, seq, tile, rows, j, work, variant, shape):
     if variant.seed is not None:
         PACKED: gl.constexpr = p32.type.layout
         n0 = first_key(tile, j, variant, shape)
-        p32 = p32 & scores.kept(variant, seq, work.heads, rows, n0, shape.BLOCK_N, PACKED)
+        batch_head = seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)
+        p32 = p32 & scores.kept(variant, batch_head, rows, n0, shape.BLOCK_N, PACKED)
     return p32
 
 
@@ -352,7 +367,7 @@ def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
     b = seq.b
     if shape.PACKED:
         b = 0
-    tma_store(io.o_desc, [b, seq.q_start + m0 + W * 64, seq.h, 0], o_smem)
+    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, 0], o_smem)
 
 
 @gluon.jit
@@ -372,20 +387,21 @@ def store_columns(acc, FIRST: gl.constexpr, seq, rows, io, work, shape):
     start = seq.q_start
     if not shape.PACKED:
         start = seq.b.to(gl.int64) * seq.len_q
-    first = ((start + rows).to(gl.int64) * work.heads + seq.h) * shape.HEAD_DIM_V
+    head = heads_of(seq, rows, shape)
+    first = ((start + rows).to(gl.int64) * (work.heads * shape.STACK) + head) * shape.HEAD_DIM_V
     inside = (rows < seq.len_q)[:, None] & (columns < shape.HEAD_DIM_V)[None, :]
     gl.store(io.o + first[:, None] + columns[None, :], acc.to(io.o.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
-def totals(scale, shift, l_i, seq, io, variant):
+def totals(scale, shift, l_i, seq, rows, io, variant, shape):
     """Reference in base 2, sum of weights, and the factor on values, of every row; a sink is a key with value 0."""
     ROWS: gl.constexpr = scale.type.layout
     l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
     m_i = shift * (unit_of(io, variant) / scale)
     rest = gl.full([64], 1.0, gl.float32, ROWS)
     if io.sinks is not None:
-        sink = gl.load(io.sinks + seq.h).to(gl.float32) * LOG2E
+        sink = each_row(rows, 0.0) + gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
         m_all = gl.maximum(m_i, sink)
         rest = gl.exp2(m_i - gl.where(m_all == float("-inf"), 0.0, m_all))
         l_i = l_i * rest + gl.exp2(sink - gl.where(m_all == float("-inf"), 0.0, m_all))
@@ -396,15 +412,15 @@ def totals(scale, shift, l_i, seq, io, variant):
 @gluon.jit
 def store(acc, tail, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
     """Normalise and write 64 rows of O and their LSE."""
-    m_i, l_i, rest = totals(scale, shift, l_i, seq, io, variant)
+    m_i, l_i, rest = totals(scale, shift, l_i, seq, rows, io, variant, shape)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_safe = gl.where(empty, 1.0, l_i)
     lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(l_safe))
     if shape.PACKED:
-        stat = seq.h.to(gl.int64) * io.stat_rows + seq.q_start
+        stat = heads_of(seq, rows, shape).to(gl.int64) * io.stat_rows + seq.q_start
     else:
-        stat = (seq.b * work.heads + seq.h).to(gl.int64) * io.stat_rows
+        stat = (seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)).to(gl.int64) * io.stat_rows
     gl.store(io.lse + stat + rows, lse, mask=rows < seq.len_q)
     factor = rest / l_safe
     if variant.seed is not None:
@@ -416,7 +432,7 @@ def store(acc, tail, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant
         store_direct(acc, tail, seq, rows, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last row is the next one's.
-        if m0 + W * 64 + 64 <= seq.len_q:
+        if first_row(m0, W + 1, shape) <= seq.len_q:
             store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
         else:
             store_direct(acc, tail, seq, rows, io, work, shape)
@@ -434,7 +450,7 @@ def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.con
         if t >= 0:
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
-            rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
+            rows = rows_of(m0, W, shape)
             mbarrier.wait(q.full.index(0), n & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W)
             acc, tail, p32, scale, shift, l_i = state
@@ -447,7 +463,7 @@ def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.con
             if shape.PACKED:
                 # Read again: kept until here, it would cost registers in every tile.
                 seq, m0, keys = sequence_of(t, band, work, shape)
-                rows = m0 + W * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout(shape.BLOCK_N)))
+                rows = rows_of(m0, W, shape)
             store(acc, tail, scale, shift, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)

@@ -19,7 +19,9 @@ from .schedule import Bounds, Dealt, deal
 from .work import Shape
 
 ROWS = 64  # of one warpgroup
-_GL = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# A third consumer pays for the wider tile's edges once a row sees so many keys (docs/tuning.md).
+_LONG = 4096
+GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
 _REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
 
@@ -45,16 +47,16 @@ def addressable(x: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _GL[dtype])
+def _layout(rows: int, heads: int, columns: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, rows, heads, columns], GLUON[dtype])
 
 
-def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of [B, S, H, D] for tiles of so many rows of one head."""
+def descriptor(x: torch.Tensor, rows: int, columns: int, heads: int = 1) -> TensorDescriptor:
+    """A TMA descriptor of [B, S, H, D] for tiles of so many rows of so many heads."""
     # A dimension of size 1 may have any stride, which TMA would still check.
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:-1], x.shape, strict=False)]
-    tile = [1, rows, 1, columns]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, columns, x.dtype))
+    tile = [1, rows, heads, columns]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, _layout(rows, heads, columns, x.dtype))
 
 
 def bounds(problem: Problem) -> tuple[Bounds, int, int]:
@@ -74,9 +76,15 @@ def bounds(problem: Problem) -> tuple[Bounds, int, int]:
     return Bounds(len_q, last - first, off - first, left, right), first, last
 
 
-def tile_of(problem: Problem) -> TileConfig:
-    """The table's tile."""
-    return lookup("hopper", "forward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+def tile_of(problem: Problem, keys: int = 0) -> TileConfig:
+    """The table's tile for calls whose middle row sees so many keys: from some number on, that of a pass of its own."""
+    pass_ = "long forward" if keys >= _LONG and max(problem.head_dim, problem.head_dim_v) <= 64 else "forward"
+    return lookup("hopper", pass_, problem.dtype, max(problem.head_dim, problem.head_dim_v))
+
+
+def plain_tile(problem: Problem) -> TileConfig:
+    """The tile of the plain kernel."""
+    return tile_of(problem, bounds(problem)[0].middle_keys())
 
 
 class Plan(NamedTuple):
@@ -117,7 +125,7 @@ def plan(problem: Problem) -> Plan | None:
     pairs = problem.batch * problem.heads_q
     if not pairs or not problem.seqlen_q or first == last:
         return None
-    tile = tile_of(problem)
+    tile = tile_of(problem, band.middle_keys())
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)

@@ -72,7 +72,7 @@ def release(ring, i):
 
 @gluon.jit
 def make_turns(CONSUMERS: gl.constexpr):
-    """Barriers by which consumers issue their matrix products in turn: one computes weights while another multiplies."""
+    """Barriers by which consumers issue matrix products in turn: one computes weights while another multiplies."""
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(consumer), count=1)

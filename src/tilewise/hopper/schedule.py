@@ -26,6 +26,13 @@ class Bounds(NamedTuple):
     left: int | None
     right: int | None
 
+    def middle_keys(self) -> int:
+        """How many keys the middle row sees."""
+        row = self.len_q // 2 + self.off
+        first = 0 if self.left is None else max(0, row - self.left)
+        last = self.len_k if self.right is None else min(self.len_k, row + self.right + 1)
+        return max(0, last - first)
+
     def key_tiles(self, m0: int, block_m: int, block_n: int) -> int:
         """How many key tiles the rows from m0 visit."""
         last_row = min(m0 + block_m, self.len_q) - 1

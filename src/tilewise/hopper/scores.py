@@ -82,15 +82,20 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
 
 
 @gluon.jit
-def kept(variant, seq, heads, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
-    """The dropout mask of a tile for packed weights, [M, N / 2]: one Philox call for the eight elements of a thread."""
+def kept(variant, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
+    """The dropout mask of a tile for packed weights, [M, N / 2]: one Philox call for the eight elements of a thread.
+
+    `batch_head` is ``batch * heads_q + head``, for all rows or [M].
+    """
     CALLS: gl.constexpr = call_layout(N)
     zero = gl.zeros([64, N // 8], gl.int32, CALLS)
     row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)
     calls = n0 // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, CALLS))
     c0 = (zero + row[:, None]).to(gl.uint32)
     c1 = (zero + calls[None, :]).to(gl.uint32)
-    c2 = (zero + (seq.b * heads + seq.h)).to(gl.uint32)
+    if len(batch_head.shape) == 1:
+        batch_head = gl.convert_layout(batch_head, gl.SliceLayout(1, CALLS), assert_trivial=True)[:, None]
+    c2 = (zero + batch_head).to(gl.uint32)
     w0, w1, w2, w3 = tl.philox(gl.load(variant.seed), c0, c1, c2, zero.to(gl.uint32))
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y, the halves of which are neighbours
     words = words.reshape([64, N // 32, 4, 4]).permute([0, 1, 3, 2]).reshape([64, N // 2])

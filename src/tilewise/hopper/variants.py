@@ -45,7 +45,23 @@ def needed(problem: Problem) -> bool:
         or any((problem.has_alibi, problem.has_bias, problem.has_sinks, problem.has_dropout))
         or problem.out_dtype != problem.dtype
         or any(d % 8 for d in (problem.head_dim, problem.head_dim_v))
+        or stack(problem) > 1
     )
+
+
+def stack(problem: Problem) -> int:
+    """How many heads of a group share a tile: all where their few rows fit one, so that K and V are read once."""
+    group = problem.group_size
+    fits = problem.seqlen_q * group <= launch.tile_of(problem).block_m
+    return group if fits and group & (group - 1) == 0 and group <= launch.ROWS else 1
+
+
+class Tiles(NamedTuple):
+    """Heads, or stacks of heads, that have tiles of their own; positions and keys of a tile."""
+
+    heads: int
+    block_m: int
+    block_n: int
 
 
 class Listed(NamedTuple):
@@ -79,27 +95,28 @@ def _nothing_to_see(problem: Problem, inputs: Inputs, out: torch.Tensor, lse: to
     lse.copy_(seen)
 
 
-def _by_plan(plan: torch.Tensor, call: Call, tile: TileConfig, programs: int) -> Listed:
+def _by_plan(plan: torch.Tensor, call: Call, tiles: Tiles, programs: int) -> Listed:
     """Tiles in the order of how many key tiles the plan lists for them, there and back again."""
     p = call.problem
-    tiles_m = -(-p.seqlen_q // tile.block_m)
-    number = p.batch * p.heads_q * tiles_m
+    tiles_m = -(-p.seqlen_q // tiles.block_m)
+    number = p.batch * tiles.heads * tiles_m
     rounds = -(-number // programs)
     kept = _orders.setdefault(plan, {})
-    if (p.batch, p.heads_q, programs) not in kept:
-        lengths = plan[..., 1].expand(p.batch, p.heads_q, tiles_m).reshape(-1)
+    key = p.batch, tiles.heads, programs
+    if key not in kept:
+        lengths = plan[..., 1].expand(p.batch, tiles.heads, tiles_m).reshape(-1)
         order = lengths.argsort(descending=True, stable=True).int()
         table = torch.nn.functional.pad(order, (0, rounds * programs - number), value=-1).view(rounds, programs)
         table[1::2] = table[1::2].flip(1)
-        kept[p.batch, p.heads_q, programs] = table
-    return Listed(kept[p.batch, p.heads_q, programs], rounds, programs)
+        kept[key] = table
+    return Listed(kept[key], rounds, programs)
 
 
-def _by_length(call: Call, inputs: Inputs, results: Results, tile: TileConfig, processors: int, tape: Tape) -> Listed:
+def _by_length(call: Call, inputs: Inputs, results: Results, tiles: Tiles, processors: int, tape: Tape) -> Listed:
     """Tiles of a packed call in the order of their keys, listed on the device."""
     p, (out, lse) = call.problem, results
     total = out.shape[0]
-    most = -(-total // tile.block_m) + p.batch
+    most = -(-total // tiles.block_m) + p.batch
     table = tape.empty((most + 1, packed.RECORD.value), torch.int32, out.device)
     left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
     arguments = (
@@ -111,45 +128,54 @@ def _by_length(call: Call, inputs: Inputs, results: Results, tile: TileConfig, p
         p.seqlen_q,
         p.seqlen_k,
         right,
-        None if left is None or right is None else left + right + tile.block_m,
+        None if left is None or right is None else left + right + tiles.block_m,
         table,
         out,
         lse,
         p.heads_q * p.head_dim_v,
         p.heads_q,
         p.options.align == TOP_LEFT,
-        tile.block_m,
+        tiles.block_m,
     )
     tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
-    return Listed(table, 0, min(processors, most * p.heads_q))
+    return Listed(table, 0, min(processors, most * tiles.heads))
 
 
 def _listed(
-    call: Call, plan: torch.Tensor | None, inputs: Inputs, results: Results, tile: TileConfig, tape: Tape
+    call: Call, plan: torch.Tensor | None, inputs: Inputs, results: Results, tiles: Tiles, tape: Tape
 ) -> Listed:
     """Who works on what."""
     p = call.problem
     processors = torch.cuda.get_device_properties(p.device).multi_processor_count
     if p.packed:
-        return _by_length(call, inputs, results, tile, processors, tape)
+        return _by_length(call, inputs, results, tiles, processors, tape)
     if plan is not None:
-        return _by_plan(plan, call, tile, processors)
+        return _by_plan(plan, call, tiles, processors)
     left, right = call.sizes[3:]
     band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
-    dealt = deal(band, tile.block_m, tile.block_n, p.batch * p.heads_q, processors, p.device)
+    dealt = deal(band, tiles.block_m, tiles.block_n, p.batch * tiles.heads, processors, p.device)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 
-def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
+def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig, stacked: int) -> Shape:
     tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
     values = {
         "HEAD_DIM_V": problem.head_dim_v,
         "PACKED": problem.packed,
         "DIRECT_O": problem.out_dtype != problem.dtype or problem.head_dim_v % 8 != 0,
         "CLEAN": problem.packed or tested,
+        "STACK": stacked,
     }
     rest = {name: gl.constexpr(value) for name, value in values.items()}
     return Shape(*map(gl.constexpr, launch.sizes(problem, tile)), **rest)
+
+
+def _scalars(call: Call, tiles: Tiles, stacked: int) -> tuple[int | None, ...]:
+    """Tiles of rows, heads and group, then the band."""
+    p = call.problem
+    lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)
+    tiles_m = -(-p.seqlen_q // tiles.block_m)
+    return (tiles_m, tiles.heads, p.group_size // stacked, int(p.offset(*lengths)), *call.sizes[3:], *lengths)
 
 
 def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Results:
@@ -163,18 +189,20 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
     tile = launch.tile_of(problem)
     call = prepare(problem, inputs)
     variant, extra = call.variant(tile)
-    band = call.sizes[3:]
-    shape = _shape(problem, variant, band, tile)
+    # A plan may differ from head to head.
+    stacked = 1 if variant.plan is not None else stack(problem)
+    tiles = Tiles(problem.heads_q // stacked, tile.block_m // stacked, tile.block_n)
+    shape = _shape(problem, variant, call.sizes[3:], tile, stacked)
     q, k, v = (_matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
-    lengths = () if problem.packed else (problem.seqlen_q, problem.seqlen_k)
+    rows = launch.ROWS // stacked
     with torch.cuda.device(q.device):
-        listed = _listed(call, variant.plan, inputs, (out, lse), tile, tape)
+        listed = _listed(call, variant.plan, inputs, (out, lse), tiles, tape)
         arguments = (
-            launch.descriptor(q, launch.ROWS, d),
+            launch.descriptor(q, rows, d, stacked),
             launch.descriptor(k, tile.block_n, d),
             launch.descriptor(v, tile.block_n, d_v),
-            None if shape.DIRECT_O.value else launch.descriptor(_matrices(out, out, tape), launch.ROWS, d_v),
+            None if shape.DIRECT_O.value else launch.descriptor(_matrices(out, out, tape), rows, d_v, stacked),
             out,
             lse,
             listed.table,
@@ -182,12 +210,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
             problem.softmax_scale * math.log2(math.e),
             listed.rounds,
             lse.shape[-1],
-            -(-problem.seqlen_q // tile.block_m),
-            problem.heads_q,
-            problem.group_size,
-            int(problem.offset(*lengths)) if lengths else 0,
-            *band,
-            *(lengths or (0, 0)),
+            *_scalars(call, tiles, stacked),
             variant,
             extra,
             shape,

@@ -31,7 +31,8 @@ class Band(NamedTuple):
 class Work(NamedTuple):
     """Tiles dealt to programs: int32 [rounds, programs], -1 for none; and what a tile's number means.
 
-    Of packed calls, `table` lists the members' tiles (see `packed`), and every tile has a number for each head.
+    Of packed calls, `table` lists the members' tiles (see `packed`), and every tile has a number for each head. Where
+    heads of a group share a tile, `heads` and `group` count such stacks of heads.
     """
 
     table: Any
@@ -62,7 +63,8 @@ class Shape(NamedTuple):
     SHARED_O: O leaves through the buffer of Q, for want of shared memory. D_HIGH, DV_HIGH: 0, or how much of a head dim
     lies beyond the power of two below it, rounded up to one: the buffer is wider, but no more is multiplied. PACKED:
     sequences are members of a packed call. DIRECT_O: no TMA for O, whose dtype or head dim it cannot store. CLEAN: what
-    is not finite in v reaches the rows that see it, and no others.
+    is not finite in v reaches the rows that see it, and no others. STACK: so many heads of a group share a tile, whose
+    rows are those of the first position, one for each head, then those of the next.
     """
 
     BLOCK_M: Any
@@ -77,6 +79,7 @@ class Shape(NamedTuple):
     PACKED: Any = gl.constexpr(False)
     DIRECT_O: Any = gl.constexpr(False)
     CLEAN: Any = gl.constexpr(False)
+    STACK: Any = gl.constexpr(1)
 
 
 @gluon.constexpr_function
@@ -120,11 +123,45 @@ def sequence_of(t, band, work, shape):
             gl.maximum(keys, 1), gl.load(entry + 6),
         )  # fmt: skip
     else:
-        m0 = (t % work.tiles_m) * shape.BLOCK_M
+        m0 = (t % work.tiles_m) * (shape.BLOCK_M // shape.STACK)
         b, h = t // work.tiles_m // work.heads, (t // work.tiles_m) % work.heads
         keys = band.len_k
         seq = Sequence(b, h, 0, 0, band.len_q, keys, band.off)
     return seq, m0, keys
+
+
+@gluon.jit
+def first_row(m0, W: gl.constexpr, shape):
+    """The position of the first row of consumer W."""
+    return m0 + W * (64 // shape.STACK)
+
+
+@gluon.jit
+def rows_of(m0, W: gl.constexpr, shape):
+    """The positions of the rows of consumer W, [M]."""
+    numbers = gl.arange(0, 64, gl.SliceLayout(1, scores.score_layout(shape.BLOCK_N)))
+    if shape.STACK > 1:
+        numbers = numbers // shape.STACK
+    return first_row(m0, W, shape) + numbers
+
+
+@gluon.jit
+def heads_of(seq, rows, shape):
+    """The query head, or those of a stack's rows, [M], in the layout of `rows`."""
+    head = seq.h
+    if shape.STACK > 1:
+        ROWS: gl.constexpr = rows.type.layout
+        head = head * shape.STACK + gl.arange(0, 64, ROWS) % shape.STACK
+    return head
+
+
+@gluon.jit
+def own(seq, rows, shape):
+    """The sequence as the rows of a tile see it: with their own heads, [M, 1]."""
+    if shape.STACK > 1:
+        head = heads_of(seq, rows, shape)[:, None]
+        seq = Sequence(seq.b, head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
+    return seq
 
 
 @gluon.jit
@@ -136,7 +173,7 @@ def tile_of(seq, m0, keys, band, variant, shape):
         full, hi = gl.load(row), gl.load(row + 1)
         tile = Tile(m0, 0 * m0, 0 * m0, full, gl.maximum(hi, 1), row + 2, (hi > 0) & (keys > 0))
     else:
-        last_row = gl.minimum(m0 + shape.BLOCK_M, seq.len_q) - 1
+        last_row = gl.minimum(m0 + shape.BLOCK_M // shape.STACK, seq.len_q) - 1
         first, full_first, last, full_last = 0 * m0, 0 * m0, seq.len_k, seq.len_k
         if band.left is not None:
             first = gl.maximum(first, m0 + seq.off - band.left)
@@ -169,4 +206,4 @@ def seen_keys(seq, tile, rows, j, band, variant, extra, shape):
     if shape.PACKED or variant.plan is not None:
         # Beyond the last key nothing is seen.
         n0 = gl.where(tile.some, n0, BEYOND)
-    return scores.visible(variant, extra, seq, rows, n0, band.left, band.right, shape.BLOCK_N)
+    return scores.visible(variant, extra, own(seq, rows, shape), rows, n0, band.left, band.right, shape.BLOCK_N)

@@ -11,7 +11,7 @@ replayed, so whoever uses a tape need not say what is safe to replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import getclosurevars
 from typing import Any, NamedTuple, TypeAlias
@@ -99,8 +99,14 @@ class Replay:
     def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         """The results for these tensors, in the tape's order; None, and nothing done that counts, if it must not."""
         enter, leave = self._runtime.launch_enter_hook, self._runtime.launch_exit_hook
-        if self._current_device() != self._index or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             return None
+        if self._current_device() == self._index:
+            return self._play(tensors)
+        with torch.cuda.device(self._index):
+            return self._play(tensors)
+
+    def _play(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         held: list[Any] = list(tensors)
         for allocate, shape, strides, dtype, fill in self._memory:
             x = allocate(shape, strides, dtype)
@@ -294,28 +300,33 @@ class Tape:
 
 
 class Repeated:
-    """A backend's forward pass for many calls that are alike: taped once, then replayed where that can be.
+    """A pass for many calls that are alike: taped once, then replayed where that can be.
 
     Args:
-        run: the pass, for a call's inputs and a tape.
+        run: the pass, for a call's tensors and a tape.
+        make: what `run` takes tensors as.
     """
 
-    def __init__(self, run: Callable[[Inputs, Tape], tuple[torch.Tensor, ...]]) -> None:
-        self._run = run
+    def __init__(
+        self,
+        run: Callable[[Any, Tape], tuple[torch.Tensor, ...]],
+        make: Callable[[Iterable[Any]], Any] = Inputs._make,
+    ) -> None:
+        self._run, self._make = run, make
         self._replay: Replay | None = None
         self._taped = False
 
-    def __call__(self, tensors: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Results for the tensors of `Inputs`, in their order."""
+    def __call__(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        """Results for the tensors of a call, always in the same order."""
         if self._replay is not None:
             results = self._replay(tensors)
             if results is not None:
                 return results
         if self._taped:
-            return self._run(Inputs(*tensors), Tape())
+            return self._run(self._make(tensors), Tape())
         # The call may pass one tensor three times, and the next one may not.
-        own = Inputs(*[None if x is None else x.detach() for x in tensors])  # type: ignore[arg-type]  # by its field
+        own = [None if x is None else x.detach() for x in tensors]
         tape = Tape(own)
-        results = self._run(own, tape)
+        results = self._run(self._make(own), tape)
         self._replay, self._taped = tape.replay(results), True
         return results
