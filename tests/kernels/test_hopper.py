@@ -145,14 +145,14 @@ VARIANTS: dict[str, tuple[Callable[[], dict[str, Any]], Budget]] = {
     "packed_causal": (lambda: {"packed": True, "causal": True}, Budget(500)),
     "packed_window": (lambda: {"packed": True, "window": (100, 20)}, Budget(510)),
     "softcap": (lambda: {"softcap": 30.0}, Budget(1570)),
-    "alibi": (lambda: {"alibi_slopes": torch.ones(4)}, Budget(690)),
+    "alibi": (lambda: {"alibi_slopes": torch.ones(4)}, Budget(690, 2)),
     "sinks": (lambda: {"sinks": torch.ones(4)}, Budget(480)),
-    "bias": (lambda: {"bias": torch.empty(2, 4, 640, 640, dtype=torch.bfloat16)}, Budget(1125, 2)),
+    "bias": (lambda: {"bias": torch.empty(2, 4, 640, 640, dtype=torch.bfloat16)}, Budget(1150, 2)),
     "dropout": (lambda: {"dropout_p": 0.1, "dropout_seed": 3}, Budget(1220)),
-    "score_mod": (lambda: {"score_mod": tilewise.ScoreMod(_bend)}, Budget(1080)),
+    "score_mod": (lambda: {"score_mod": tilewise.ScoreMod(_bend)}, Budget(1115, 2)),
     "documents": (lambda: {"mask": masks.Document(torch.arange(640) // 100), "causal": True}, Budget(520, 8)),
     "block_mask": (lambda: {"mask": _tiles()}, Budget(510, 8)),
-    "predicate": (lambda: {"mask": _striped}, Budget(2040, 170)),
+    "predicate": (lambda: {"mask": _striped}, Budget(2060, 170)),
     "out_dtype": (lambda: {"out_dtype": torch.float32}, Budget(480)),
 }
 SAMPLE = {"packed_causal", "dropout", "block_mask"}

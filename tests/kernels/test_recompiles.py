@@ -164,16 +164,36 @@ def launched_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opti
     return caught
 
 
+# A group whose few queries fit one tile has a kernel of its own.
+MANY = [size for size in SIZES if size.seqlen_q * HEADS // HEADS_KV > 128]
+FEW = [Size(1, 77, 1, 2), Size(16, 16, 3, 0), Size(7, 1024, 16, 3)]
+
+
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("name", ["plain", "causal", "scale"])
-def test_hopper_lengths_batches_and_values(name: str) -> None:
-    assert_one_key([launched_on_hopper(*tensors(size), **FEATURES[name](size)) for size in SIZES])
+@pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("name", [name for name in FEATURES if "window" not in name])
+def test_hopper_lengths_batches_and_values(name: str, sizes: list[Size]) -> None:
+    assert_one_key([launched_on_hopper(*tensors(size), **FEATURES[name](size)) for size in sizes])
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", PACKED)
+def test_hopper_packed_lengths(name: str) -> None:
+    calls = {True: [], False: []}
+    for lengths in PACKED_LENGTHS:
+        (q, k, v, cu_q, cu_k), longest = packed(*lengths)
+        options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **longest, **PACKED[name]()}
+        few = longest["max_seqlen_q"] * HEADS // HEADS_KV <= 128
+        calls[few].append(launched_on_hopper(q, k, v, **options))
+    for alike in calls.values():
+        if alike:
+            assert_one_key(alike)
 
 
 @pytest.mark.usefixtures("elsewhere")
 def test_hopper_windows() -> None:
     # A bound past every key is none, so each side has two kernels; these bounds are all inside.
-    assert_one_key([launched_on_hopper(*tensors(size), window=(1 + size.turn, 16)) for size in SIZES])
+    assert_one_key([launched_on_hopper(*tensors(size), window=(1 + size.turn, 16)) for size in MANY])
 
 
 @pytest.mark.usefixtures("elsewhere")

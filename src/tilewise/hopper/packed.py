@@ -91,11 +91,9 @@ def cost(member, m, reach):
 @triton.jit
 def first_above(member, level, reach):
     """The first tile of a member that costs more than `level`; its number of tiles if none does."""
-    gap = level - member.base
-    # Rounded down, also below 0: BLOCK_M divides the shift.
-    far: tl.constexpr = 1 << 30
-    first = tl.where(gap < -far, 0, (gap + far) // reach.BLOCK_M - far // reach.BLOCK_M + 1)
-    first = tl.where(level < 0, 0, tl.where(member.most <= level, member.tiles, tl.maximum(first, 0)))
+    # Division rounds towards 0, so what is below 0 is cut off first.
+    first = (tl.maximum(level - member.base, -reach.BLOCK_M) + reach.BLOCK_M) // reach.BLOCK_M
+    first = tl.where(level < 0, 0, tl.where(member.most <= level, member.tiles, first))
     return tl.minimum(first, member.tiles)
 
 
