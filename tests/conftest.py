@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from targets import Target, target
-from tilewise import dispatch
+from tilewise import dispatch, errors
 
 _POISONED = [
     (torch, "empty"),
@@ -75,6 +75,28 @@ def _targets(config: pytest.Config) -> list[Target]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "target" in metafunc.fixturenames:
         metafunc.parametrize("target", _targets(metafunc.config), ids=str, scope="session")
+
+
+def _declined(error: BaseException | None, here: Target) -> str | None:
+    """What `here` is known to decline, if that is behind an error."""
+    while error is not None:
+        if isinstance(error, errors.UnsupportedError) and here.may_refuse(str(error)):
+            return f"{here} declines: {error}"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """A test of more than a backend serves is skipped with the reason that the backend states."""
+    try:
+        return (yield)
+    except Exception as error:
+        here = pyfuncitem.funcargs.get("target")
+        reason = _declined(error, here) if isinstance(here, Target) else None
+        if reason is None:
+            raise
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
