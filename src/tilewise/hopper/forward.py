@@ -27,7 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.score import LOG2E, Variant
 from . import scores
 from .pipeline import (
-    Ring,
     arrived,
     cta_barrier,
     make_ring,
@@ -94,25 +93,29 @@ class Consumers(NamedTuple):
 def load(io, q, k, v, band, work, variant, extra, shape):
     """The producer: Q of each tile, then its K and V tiles from the last to the first."""
     i = 0
+    t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
-        t = dealt(work, n, shape)
+        upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
-            mbarrier.wait(q.empty.index(0), (n & 1) ^ 1)
-            mbarrier.expect(q.full.index(0), shape.CONSUMERS * io.q_desc.block_type.nbytes)
+            stage = n % q.STAGES
+            mbarrier.wait(q.empty.index(stage), ((n // q.STAGES) & 1) ^ 1)
+            mbarrier.expect(q.full.index(stage), shape.CONSUMERS * io.q_desc.block_type.nbytes)
             b = seq.b
             if shape.PACKED:
                 b = 0
             for w in gl.static_range(shape.CONSUMERS):
                 row = seq.q_start + first_row(m0, w, shape)
-                tma_load(io.q_desc, [b, row, seq.h * shape.STACK, 0], q.full.index(0), q.tiles.index(w))
+                q_smem = q.tiles.index(stage * shape.CONSUMERS + w)
+                tma_load(io.q_desc, [b, row, seq.h * shape.STACK, 0], q.full.index(stage), q_smem)
             head = seq.h // work.group
             for d in range(tile.hi - tile.lo):
                 row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
                 produce(k, io.k_desc, [b, row, head, 0], i)
                 produce(v, io.v_desc, [b, row, head, 0], i)
                 i += 1
+        t = upcoming
 
 
 @gluon.jit
@@ -443,19 +446,22 @@ def store(acc, tail, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant
 @gluon.jit
 def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.constexpr):
     """Consumer W: 64 rows of every tile."""
-    q_smem = q.tiles.index(W).reshape([64, shape.BLOCK_D])
     i = 0
+    t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
-        t = dealt(work, n, shape)
+        # Read ahead: nothing waits for it where a tile begins.
+        upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
             rows = rows_of(m0, W, shape)
-            mbarrier.wait(q.full.index(0), n & 1)
+            stage = n % q.STAGES
+            q_smem = q.tiles.index(stage * shape.CONSUMERS + W).reshape([64, shape.BLOCK_D])
+            mbarrier.wait(q.full.index(stage), (n // q.STAGES) & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W)
             acc, tail, p32, scale, shift, l_i = state
             if not shape.SHARED_O:
-                mbarrier.arrive(q.empty.index(0), count=1)
+                mbarrier.arrive(q.empty.index(stage), count=1)
             p16 = as_operand(p32, io.q_desc.dtype, score_layout(low(shape.BLOCK_DV, shape.DV_HIGH)))
             acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
             acc, tail, p16 = added(acc, tail, p16, shape)
@@ -467,7 +473,8 @@ def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.con
             store(acc, tail, scale, shift, l_i, seq, m0, rows, io.o_smem.index(W), io, work, variant, shape, W)
             if shape.SHARED_O:
                 tma.store_wait(0)
-                mbarrier.arrive(q.empty.index(0), count=1)
+                mbarrier.arrive(q.empty.index(stage), count=1)
+        t = upcoming
     tma.store_wait(0)
 
 
@@ -477,23 +484,20 @@ def roles(
     shape, STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Buffers and barriers, and who does what with them."""
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [shape.CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full.index(0), count=1)
-    mbarrier.init(q_empty.index(0), count=shape.CONSUMERS)
+    # Q of a program's next tile arrives while this one is computed, where there is room for both.
+    Q_STAGES: gl.constexpr = 2 if shape.BLOCK_D + shape.BLOCK_DV <= 256 else 1
+    q = make_ring(q_desc, Q_STAGES, shape.CONSUMERS, shape.CONSUMERS)
     k = make_ring(k_desc, STAGES, shape.CONSUMERS)
     v = make_ring(v_desc, STAGES, shape.CONSUMERS)
-    agreement = q_full
+    agreement = q.full
     if shape.CLEAN:
         agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
     flags = gl.allocate_shared_memory(gl.int32, [shape.CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     consumers = Consumers(make_turns(shape.CONSUMERS), flags, agreement)
-    o_smem = q_tiles
+    o_smem = q.tiles
     if not shape.SHARED_O and not shape.DIRECT_O:
         o_smem = gl.allocate_shared_memory(q_desc.dtype, [shape.CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
     fence_async_shared()
-    q = Ring(q_tiles, q_full, q_empty, gl.constexpr(1))
     io = Io(q_desc, k_desc, v_desc, o_desc, o, lse, stat_rows, sinks, qk_scale, o_smem)
     if shape.CONSUMERS == 2:
         gl.warp_specialize(

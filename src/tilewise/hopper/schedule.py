@@ -42,7 +42,7 @@ class Bounds(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """int32 [rounds, programs]: tile numbers ``(b * heads + h) * tiles_m + m``, -1 for none."""
+    """int32 [rounds + 1, programs]: tile numbers ``(b * heads + h) * tiles_m + m``, -1 for none, as in the last row."""
 
     table: torch.Tensor
     rounds: int
@@ -65,5 +65,5 @@ def deal(bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, 
             lists[program].append(pair * tiles_m + m)
             heapq.heappush(free, (busy + lengths[m] + _OVERHEAD, program))
     rounds = max(map(len, lists))
-    padded = [numbers + [-1] * (rounds - len(numbers)) for numbers in lists]
+    padded = [numbers + [-1] * (rounds + 1 - len(numbers)) for numbers in lists]
     return Dealt(torch.tensor(padded, dtype=torch.int32).T.contiguous().to(device), rounds, programs)

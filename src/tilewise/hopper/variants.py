@@ -106,7 +106,7 @@ def _by_plan(plan: torch.Tensor, call: Call, tiles: Tiles, programs: int) -> Lis
     if key not in kept:
         lengths = plan[..., 1].expand(p.batch, tiles.heads, tiles_m).reshape(-1)
         order = lengths.argsort(descending=True, stable=True).int()
-        table = torch.nn.functional.pad(order, (0, rounds * programs - number), value=-1).view(rounds, programs)
+        table = torch.nn.functional.pad(order, (0, (rounds + 1) * programs - number), value=-1).view(-1, programs)
         table[1::2] = table[1::2].flip(1)
         kept[key] = table
     return Listed(kept[key], rounds, programs)

@@ -29,7 +29,7 @@ class Band(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Tiles dealt to programs: int32 [rounds, programs], -1 for none; and what a tile's number means.
+    """Tiles dealt to programs: int32 [rounds + 1, programs], -1 for none; and what a tile's number means.
 
     Of packed calls, `table` lists the members' tiles (see `packed`), and every tile has a number for each head. Where
     heads of a group share a tile, `heads` and `group` count such stacks of heads.
