@@ -16,7 +16,7 @@ import torch
 from offline import Key, keys
 from test_hopper import elsewhere  # noqa: F401 - a fixture
 
-from tilewise import _triton, hopper
+from tilewise import Document, _triton, hopper
 from tilewise.arguments import prepare
 from variations import (
     FEATURES,
@@ -64,6 +64,13 @@ def assert_one_key(calls: Sequence[list[Key]]) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_lengths_batches_and_values(name: str) -> None:
     assert_one_key([launched(*tensors(size), **FEATURES[name](size)) for size in SIZES])
+
+
+def test_unsorted_documents() -> None:
+    # (One position would broadcast.)
+    longer = [size for size in SIZES if size.seqlen_q > 1]
+    ids = [[torch.arange(n) % 3 for n in (size.seqlen_q, size.seqlen_k)] for size in longer]
+    assert_one_key([launched(*tensors(size), mask=Document(q, k)) for size, (q, k) in zip(longer, ids, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -29,7 +29,15 @@ def test_numbers_become_literals_and_division_rounds_down() -> None:
 
 def test_an_index_becomes_a_load() -> None:
     source = _source(lambda b, h, q, k, table: table[h, q - k] > 0, (torch.ones(2, 8),))
-    assert "_at(extra[0], (extra[1], extra[2]), (extra[3], extra[4]), (h, q - k)) > 0" in source
+    assert "_at(extra[0], (extra[1] >> 2, extra[2] >> 2), (extra[3], extra[4]), (h, q - k)) > 0" in source
+
+
+@pytest.mark.parametrize("number, read", [(-3, "extra[0] >> 2"), (2**40, "extra[0]"), (0.5, "extra[0]")])
+def test_numbers_are_read_as_they_were(number: float, read: str) -> None:
+    """Small integers are sealed: see `compiled._sealed`."""
+    assert f"reach = {read}\n" in _source(lambda b, h, q, k, reach: q - k < reach, (number,))
+    _, (passed,) = compiled.predicate(masks.Predicate(lambda b, h, q, k, reach: q - k < reach, (number,)), CPU)
+    assert (passed >> 2 if ">>" in read else passed) == number
 
 
 def test_two_lambdas_on_one_line() -> None:

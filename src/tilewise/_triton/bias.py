@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.call import Call, grid
+from ..kernels.replay import Tape
 from ..tiles import TileConfig
 from . import device, launch
 from .backward import score_tile_gradient
@@ -129,8 +130,8 @@ def dbias(
     for mine, count in zip(own, counts, strict=True):
         programs *= count if mine else 1
     if programs and grad.numel():
-        dbias_kernel[(programs,)](
-            *operands, grid(grad), *stats, *call.variant(tile, planned=False), launch.shape(call.problem, tile),
-            problem.batch, *call.sizes, *own, **tile.launch_options,
-        )  # fmt: skip
+        shape = launch.shape(call.problem, tile)
+        variant = call.variant(tile, planned=False)
+        arguments = (*operands, grid(grad), *stats, *variant, shape, problem.batch, *call.sizes, *own)
+        Tape().launch(dbias_kernel, programs, arguments, **tile.launch_options)
     return grad

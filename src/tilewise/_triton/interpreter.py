@@ -14,6 +14,7 @@ from triton.runtime import interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_language = interpreter._patch_lang
+_splat = interpreter.InterpreterBuilder.create_splat
 _launch = interpreter.GridExecutor.__call__
 _patched: set[int] = set()
 
@@ -32,6 +33,14 @@ def _patch_once(fn: Any) -> Any:
     return _patch_language(fn)
 
 
+def _splat_truth(self: Any, wanted: Any, scalar: Any) -> Any:
+    made = _splat(self, wanted, scalar)
+    if scalar.data.dtype == bool:
+        # The outcome of a comparison carries the type of what was compared; a mask of Triton 3.9 must be of booleans.
+        made.data = made.data.astype(bool)
+    return made
+
+
 def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
     _patched.clear()
     # A GPU warns of no NaN either.
@@ -43,4 +52,5 @@ def mend() -> None:
     """Replace the parts of the interpreter that need it."""
     interpreter._patch_lang_tensor = _patch_tensor_and_index
     interpreter._patch_lang = _patch_once
+    interpreter.InterpreterBuilder.create_splat = _splat_truth
     interpreter.GridExecutor.__call__ = _launch_quietly

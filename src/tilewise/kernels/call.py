@@ -111,6 +111,7 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
     if inputs.bias is not None:
         fields |= zip(("bias", "bias_batch", "bias_head", "bias_q", "bias_k"), grid(inputs.bias), strict=True)
     if inputs.dropout_seed is not None and problem.has_dropout:
-        fields |= {"seed": inputs.dropout_seed.to(problem.device), "keep": options.dropout_keep}
+        # A float, for of integers Triton compiles 1 and multiples of 16 apart.
+        fields |= {"seed": inputs.dropout_seed.to(problem.device), "keep": float(options.dropout_keep)}
     modified = options.softcap is not None or not fields.keys().isdisjoint(("mod", "slopes", "bias"))
     return Variant(**fields, fold=tl.constexpr(not modified)), extra

@@ -35,6 +35,8 @@ from . import score
 
 # Positions stay below this, so a bound this large is none.
 UNBOUNDED = 2**30
+# In place of the rank of an extra argument: it is an integer, and sealed.
+INTEGER = -1
 
 
 @triton.jit
@@ -225,28 +227,43 @@ def _build(name: str, text: str, bound: dict[str, Any]) -> Any:
 def _slots(first: int, rank: int, with_sizes: bool = True) -> str:
     """The pointer, sizes and strides of a tensor in ``extra``, as the text of arguments."""
     sizes, strides = (
-        "(" + "".join(f"extra[{first + 1 + part * rank + d}], " for d in range(rank)) + ")" for part in (0, 1)
+        "(" + "".join(f"extra[{first + 1 + part * rank + d}]{unseal}, " for d in range(rank)) + ")"
+        for part, unseal in enumerate((" >> 2", ""))
     )
     return f"extra[{first}], " + (f"{sizes}, {strides}" if with_sizes else strides)
+
+
+def _sealed(n: int) -> int:
+    """An integer as ``extra`` holds it, whence ``>> 2`` takes it.
+
+    Triton compiles arguments that are 1, or multiples of 16, apart; four times an integer and two is neither.
+    """
+    return n << 2 | 2
+
+
+def _sealable(value: Any) -> bool:
+    """Whether this is an integer that 32 bits hold sealed; larger ones are passed as they are."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**29) <= value < 2**29
 
 
 def _values(value: Any, where: torch.device) -> tuple[Any, ...]:
     """What an extra argument puts into ``extra``: itself, or a tensor, its sizes and its strides.
 
-    A size of 1 has stride 0, so that any index reads it where it broadcasts.
+    A size of 1 has stride 0, so that any index reads it where it broadcasts. Strides are left to be told apart by
+    Triton, for wide loads need it; other integers are sealed.
     """
     if not isinstance(value, torch.Tensor):
-        return (value,)
+        return (_sealed(value) if _sealable(value) else value,)
     value = value.to(where)
     if value.dtype == torch.bool:
         value = value.view(torch.uint8)
     strides = (0 if size == 1 else stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (value, *value.shape, *strides)
+    return (value, *map(_sealed, value.shape), *strides)
 
 
 def _ranks(aux: tuple[Any, ...]) -> tuple[int | None, ...]:
-    """For each extra argument the rank of a tensor, or None for a number."""
-    return tuple(value.ndim if isinstance(value, torch.Tensor) else None for value in aux)
+    """For each extra argument the rank of a tensor, INTEGER, or None for any other number."""
+    return tuple(x.ndim if isinstance(x, torch.Tensor) else INTEGER if _sealable(x) else None for x in aux)
 
 
 @cache
@@ -270,11 +287,15 @@ def device_function(
         _refuse(fn, f"{len(names)} parameters", f"take {len(ranks)} beside the {positions} for positions")
     tables, head = {}, []
     for name, rank in zip(own, ranks, strict=True):
-        if rank is not None:
-            tables[name] = (first, rank)
-        if not rank:
-            head.append(f"{name} = tl.load(extra[{first}])" if rank == 0 else f"{name} = extra[{first}]")
-        first += 1 if rank is None else 1 + 2 * rank
+        slot = f"extra[{first}]"
+        if rank is None or rank == INTEGER:
+            head.append(f"{name} = {slot}" if rank is None else f"{name} = {slot} >> 2")
+            first += 1
+            continue
+        tables[name] = (first, rank)
+        if rank == 0:
+            head.append(f"{name} = tl.load({slot})")
+        first += 1 + 2 * rank
     rewrite = _Rewrite(fn, names, tables)
     body = [rewrite.visit(statement) for statement in body]
     parameters = names if positions is None else [*names[:positions], "extra"]
@@ -307,7 +328,8 @@ class _Composer:
         return slot
 
     def number(self, value: int) -> str:
-        return f"extra[{self.put(min(value, UNBOUNDED))}]"
+        value = min(value, UNBOUNDED)
+        return f"(extra[{self.put(value)}]{' >> 2' if _sealable(value) else ''})"
 
     def call(self, name: str, function: Any, *arguments: str) -> str:
         self.bound[name] = function

@@ -274,8 +274,11 @@ class Tape:
         return x
 
     def launch(self, kernel: Any, programs: int, arguments: Sequence[Any], **options: Any) -> None:
-        """``kernel[(programs,)](*arguments, **options)``."""
-        compiled = kernel[(programs,)](*arguments, **options)
+        """``kernel[(programs,)](*arguments, **options)``.
+
+        Products are fused with sums, as the numerics count on: Triton 3.10 no longer does so unless asked.
+        """
+        compiled = kernel[(programs,)](*arguments, enable_fp_fusion=True, **options)
         if self._known:
             try:
                 self._launches.append(_Launch(compiled, programs, arguments, self._find))
