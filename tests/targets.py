@@ -29,6 +29,16 @@ class Target:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether another backend makes the gradients."""
+        return "the backward pass" in MAY_REFUSE.get(self.name, ())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What to test with where any dtype shows the point: float32, or what comes closest."""
+        return torch.float16 if self.name == "hopper" else torch.float32
+
     def may_refuse(self, reason: str) -> bool:
         """Whether the backend is known to decline for this reason."""
         return any(piece in reason for piece in MAY_REFUSE.get(self.name, ()))

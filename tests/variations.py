@@ -1,7 +1,7 @@
 """Calls that differ in lengths, batch and values alone, feature by feature: what may not compile a kernel anew.
 
-Tensors are made on PyTorch's default device, but not by `torch.empty`: the suite fills that with NaN, and a default device
-does not know it then. What they hold is of no interest, only what they are.
+Tensors are made on PyTorch's default device, but not by `torch.empty`: the suite fills that with NaN, and a default
+device does not know it then. What they hold is of no interest, only what they are.
 """
 
 from __future__ import annotations

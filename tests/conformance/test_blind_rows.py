@@ -38,7 +38,7 @@ def far_behind(b: Any, h: Any, q: Any, k: Any) -> Any:
 @pytest.mark.parametrize("modifier", [{}, {"softcap": 1.0}, {"dropout_p": 0.5, "dropout_seed": 0}], ids=str)
 @pytest.mark.parametrize("mask", NOTHING)
 def test_nothing_is_visible(target: Target, mask: str, modifier: dict[str, Any]) -> None:
-    call = dense(SHAPE, torch.float32, Draw(target.device), mask=NOTHING[mask](target.device), **modifier)
+    call = dense(SHAPE, target.dtype, Draw(target.device), mask=NOTHING[mask](target.device), **modifier)
     got = compute(target, call, cotangents(call, Draw(target.device, seed=1)))
     assert bool((got.lse == float("-inf")).all())
     for name, x in got.items():
@@ -48,12 +48,13 @@ def test_nothing_is_visible(target: Target, mask: str, modifier: dict[str, Any])
 @pytest.mark.parametrize("mask", NOTHING)
 def test_nothing_but_the_sink(target: Target, mask: str) -> None:
     draw = Draw(target.device)
-    call = dense(SHAPE, torch.float32, draw, mask=NOTHING[mask](target.device), sinks=draw.normal(4))
+    call = dense(SHAPE, target.dtype, draw, mask=NOTHING[mask](target.device), sinks=draw.normal(4))
     do, dlse = cotangents(call, Draw(target.device, seed=1))
     got = compute(target, call, (do, dlse))
     assert dlse is not None
     torch.testing.assert_close(got.lse, call.options["sinks"][:, None].expand(got.lse.shape))
-    torch.testing.assert_close(got.grads["sinks"], dlse.sum((0, 2)))
+    if not target.forward_only:
+        torch.testing.assert_close(got.grads["sinks"], dlse.sum((0, 2)))
     for name, x in got.items():
         assert name in ("lse", "dsinks") or not x.count_nonzero(), name
 

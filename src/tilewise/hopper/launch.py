@@ -136,7 +136,10 @@ def plan(problem: Problem) -> Plan | None:
         dealt,
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
-        Shape(*map(gl.constexpr, sizes(problem, tile))),
+        Shape(
+            *map(gl.constexpr, sizes(problem, tile)),
+            CLEAN=gl.constexpr(band.left is not None or band.right is not None),
+        ),
         compile_time(tile),
         entry_registers(tile),
     )
