@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton.experimental.gluon.language as gl
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..kernels.call import Call, prepare
+from ..kernels.kept import Kept
 from ..kernels.replay import Tape
 from ..kernels.score import Variant
 from ..mask_algebra import TOP_LEFT, And, Mask
@@ -22,7 +22,7 @@ from .schedule import Bounds, deal
 from .work import Shape
 
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_orders = Kept()
 # Beyond this no bound of a band matters to the order of tiles.
 _FAR = 1 << 28
 
@@ -101,15 +101,15 @@ def _by_plan(plan: torch.Tensor, call: Call, tiles: Tiles, programs: int) -> Lis
     tiles_m = -(-p.seqlen_q // tiles.block_m)
     number = p.batch * tiles.heads * tiles_m
     rounds = -(-number // programs)
-    kept = _orders.setdefault(plan, {})
-    key = p.batch, tiles.heads, programs
-    if key not in kept:
+
+    def order() -> torch.Tensor:
         lengths = plan[..., 1].expand(p.batch, tiles.heads, tiles_m).reshape(-1)
-        order = lengths.argsort(descending=True, stable=True).int()
-        table = torch.nn.functional.pad(order, (0, (rounds + 1) * programs - number), value=-1).view(-1, programs)
+        numbers = lengths.argsort(descending=True, stable=True).int()
+        table = torch.nn.functional.pad(numbers, (0, (rounds + 1) * programs - number), value=-1).view(-1, programs)
         table[1::2] = table[1::2].flip(1)
-        kept[key] = table
-    return Listed(kept[key], rounds, programs)
+        return table
+
+    return Listed(_orders.get(plan, (p.batch, tiles.heads, programs), order), rounds, programs)
 
 
 def _by_length(call: Call, inputs: Inputs, results: Results, tiles: Tiles, processors: int, tape: Tape) -> Listed:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..block_masks import BlockMask
 from ..mask_algebra import Frame, Lowered, interval
 from ..tiles import TileConfig
+from .kept import Kept
 
 # In a plan of rows for tiles of keys, an entry is ``head << HEAD_SHIFT | tile``.
 HEAD_SHIFT = tl.constexpr(20)
@@ -23,7 +23,7 @@ TILE_MASK = tl.constexpr((1 << 20) - 1)
 PAD = 16
 _FAR = 2**30
 
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept = Kept()
 
 
 def bounds(lowered: Lowered, frame: Frame) -> dict[str, Any]:
@@ -58,18 +58,21 @@ def plan(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileCon
         or lowered.row_hi is not None
         or isinstance(frame.off, torch.Tensor)
     ):
-        return _listing(lowered, frame, lengths, tile, group)
+        return _fields(_listing(lowered, frame, lengths, tile, group))
     key = (
         blocks.tiles._version, blocks.block_q, blocks.block_k, lowered.left, lowered.right, lowered.residual is None,
         frame.seqlen_q, frame.seqlen_k, frame.off, tile.block_m, tile.block_n, group,
     )  # fmt: skip
-    plans = _kept.setdefault(blocks.tiles, {})
-    if key not in plans:
-        plans[key] = _listing(lowered, frame, lengths, tile, group)
-    return plans[key]
+    return _fields(_kept.get(blocks.tiles, key, lambda: _listing(lowered, frame, lengths, tile, group)))
 
 
-def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, group: int) -> dict[str, Any]:
+def _fields(rows: torch.Tensor) -> dict[str, Any]:
+    strides = [0 if size == 1 else stride for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
+    return {"plan": rows, "plan_batch": strides[0], "plan_head": strides[1], "plan_row": rows.stride(2)}
+
+
+def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: TileConfig, group: int) -> torch.Tensor:
+    """int32 [B|1, H|1, tiles, ...]: rows of a plan (see `score.Variant`)."""
     some, full = _band_map(lowered, frame, lengths, tile, group)
     if lowered.blocks is not None:
         some_block, full_block = _block_map(lowered.blocks, frame, tile)
@@ -88,8 +91,7 @@ def _listing(lowered: Lowered, frame: Frame, lengths: tuple[Any, Any], tile: Til
         tiles = max(order.shape[-1] // group, 1)
         order = (order // tiles << HEAD_SHIFT.value) | order % tiles
     rows[..., 2 : 2 + some.shape[-1]] = order
-    strides = [0 if size == 1 else stride for size, stride in zip(rows.shape[:2], rows.stride()[:2], strict=True)]
-    return {"plan": rows, "plan_batch": strides[0], "plan_head": strides[1], "plan_row": width}
+    return rows
 
 
 def _by_group(tiles: torch.Tensor, group: int) -> torch.Tensor:
