@@ -157,6 +157,18 @@ def exact_shift(m, scale):
 
 
 @triton.jit
+def any_strange(tile):
+    """Whether anything in `tile` is NaN or infinite."""
+    if tile.dtype == tl.float32:
+        bits, most = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F7FFFFF
+    elif tile.dtype == tl.float16:
+        bits, most = (tile.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 0x7BFF
+    else:
+        bits, most = (tile.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32), 0x7F7F
+    return tl.max(tl.max(bits, 1), 0) > most
+
+
+@triton.jit
 def finite(tile):
     """`tile` with NaN and infinities made 0, and which of its rows had any: 0 · NaN is NaN, also where p is 0."""
     good = tl.abs(tile.to(tl.float32)) < float("inf")

@@ -61,14 +61,15 @@ def _attend(
             p = tl.where(device.keep_tile(variant, seq, m0, n0, shape), p, 0.0)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        acc = acc * alpha[:, None]
         if MASKED:
-            # What is not finite in v reaches the rows that see it, and no others.
-            v_tile, strange = device.finite(v_tile)
-            if tl.max(strange.to(tl.int32), 0) > 0:
+            if device.any_strange(v_tile):
+                # What is not finite in v reaches the rows that see it, and no others.
+                v_tile, strange = device.finite(v_tile)
                 seen = score.visible(variant, extra, seq, rows, keys, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
                 acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc * alpha[:, None])  # [M, Dv]
+        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
     return acc, l_i, m_i
 
 
