@@ -38,7 +38,11 @@ def _attend(
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         if not variant.fold:
-            s = score.scores(s, variant, extra, seq, rows, keys).s
+            if variant.mod is None and variant.bias is None:
+                # Positions serve distances alone, which can be counted from the tile: its keys are always the same.
+                s = score.scores(s, variant, extra, seq, rows - n0, offs_n[None, :]).s
+            else:
+                s = score.scores(s, variant, extra, seq, rows, keys).s
         if MASKED:
             seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
