@@ -4,6 +4,7 @@
 algorithms, `tile_rules` says which tiles fit into SRAM, and `devices` what GPUs can do.
 """
 
+from . import forms, tile_rules
 from .calls import (
     BACKWARD,
     FORWARD,
@@ -27,9 +28,11 @@ __all__ = [
     "device_of",
     "floor_ms",
     "flops",
+    "forms",
     "hbm_bytes",
     "named",
     "score_matrix_bytes",
     "standard_hbm_bytes",
+    "tile_rules",
     "visible_pairs",
 ]
