@@ -28,9 +28,9 @@ def test_the_quarter_rule_fits_and_rounding_up_overflows(m: int, d: int) -> None
         ):
             tile_rules.quarter_tile(m, d)
         return
-    block = tile_rules.quarter_tile(m, d).block_n
+    block = tile_rules.quarter_tile(m, d).block_k
     assert Tile(block, block).tensors(d) <= m < Tile(block + 1, block + 1).tensors(d)
-    up = tile_rules.quarter_tile_rounded_up(m, d).block_n
+    up = tile_rules.quarter_tile_rounded_up(m, d).block_k
     assert (Tile(up, up).tensors(d) > m) == (up != block) == (m % (4 * d) > 0)
 
 
@@ -51,17 +51,17 @@ def test_tiles_fill_the_sram(m: int, d: int, multiple: int) -> None:
             tile_rules.tiles(m, d, multiple)
         return
     found = tile_rules.tiles(m, d, multiple)
-    assert [tile.block_n for tile in found] == [multiple * step for step in range(1, len(found) + 1)]
-    for block_m, block_n in found:
-        assert Tile(block_m, block_n).with_scores(d) <= m < Tile(block_m + multiple, block_n).with_scores(d)
-    assert Tile(multiple, found[-1].block_n + multiple).with_scores(d) > m
-    assert found[0].block_m == max(tile.block_m for tile in found)
+    assert [tile.block_k for tile in found] == [multiple * step for step in range(1, len(found) + 1)]
+    for block_q, block_k in found:
+        assert Tile(block_q, block_k).with_scores(d) <= m < Tile(block_q + multiple, block_k).with_scores(d)
+    assert Tile(multiple, found[-1].block_k + multiple).with_scores(d) > m
+    assert found[0].block_q == max(tile.block_q for tile in found)
 
 
 def test_the_quarter_rule_leaves_the_scores_to_registers() -> None:
     """Four tiles of ⌊M/4d⌋ rows fit into 192 KB of fp16 at d = 128; with the scores beside them they do not."""
     m = device("a100-40gb").sram_elements(FP16)
-    block = tile_rules.quarter_tile(m, 128).block_n
+    block = tile_rules.quarter_tile(m, 128).block_k
     tile = Tile(block, block)
     assert tile.tensors(128) <= m < tile.resident(128)
     assert tile_rules.square_tile(m, 128).with_scores(128) <= m
@@ -140,13 +140,13 @@ def test_fp8_is_refused_where_the_tensor_cores_have_none() -> None:
     ("call", "name"),
     [
         (lambda: forms.standard_forward(0, 64), "n"),
-        (lambda: forms.flash_v2_forward(1024, 64, -1), "block_m"),
+        (lambda: forms.flash_v2_forward(1024, 64, -1), "block_q"),
         (lambda: forms.flash_v2_leading(1024, 64, 0), "m"),
         (lambda: forms.lower_bound(1024, 6.5, 100), "d"),  # type: ignore[arg-type]  # the point of the test
         (lambda: forms.matmul_flops(True, 64), "n"),
         (lambda: tile_rules.tiles(1024, 64, 0), "multiple"),
         (lambda: tile_rules.square_tile(1024, 0), "d"),
-        (lambda: tile_rules.rows_beside(0, 1024, 64), "block_n"),
+        (lambda: tile_rules.rows_beside(0, 1024, 64), "block_k"),
     ],
 )
 def test_sizes_that_are_no_sizes_are_refused(call: Any, name: str) -> None:

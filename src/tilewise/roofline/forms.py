@@ -34,14 +34,17 @@ class Traffic(NamedTuple):
         return Traffic(self.read + other.read, self.written + other.written)
 
 
-def standard_forward(n: int, d: int) -> Traffic:
+def standard_forward(n: int, d: int, block_q: int | None = None) -> Traffic:
     """4N² + 4Nd: Q, K read, S written; S read, P written; P, V read, O written.
+
+    With products in tiles of B_r rows, which read K (V) again for each: 4N² + 2Nd + 2Nd·⌈N/B_r⌉.
 
     >>> standard_forward(1024, 64).total == 4 * 1024**2 + 4 * 1024 * 64
     True
     """
-    check(n=n, d=d)
-    return Traffic(read=2 * n * n + 3 * n * d, written=2 * n * n + n * d)
+    rows = n if block_q is None else block_q
+    check(n=n, d=d, block_q=rows)
+    return Traffic(read=2 * n * n + n * d + 2 * n * d * ceil(n / rows), written=2 * n * n + n * d)
 
 
 def standard_backward(n: int, d: int) -> Traffic:
@@ -50,14 +53,14 @@ def standard_backward(n: int, d: int) -> Traffic:
     return Traffic(read=5 * n * n + 5 * n * d, written=2 * n * n + 3 * n * d)
 
 
-def flash_v2_forward(n: int, d: int, block_m: int) -> Traffic:
+def flash_v2_forward(n: int, d: int, block_q: int) -> Traffic:
     """2Nd·⌈N/B_r⌉ + 2Nd + N: each tile of Q reads all of K and V; O and L are written once.
 
     >>> flash_v2_forward(1024, 64, 384).total
     525312
     """
-    check(n=n, d=d, block_m=block_m)
-    return Traffic(read=n * d + 2 * n * d * ceil(n / block_m), written=n * d + n)
+    check(n=n, d=d, block_q=block_q)
+    return Traffic(read=n * d + 2 * n * d * ceil(n / block_q), written=n * d + n)
 
 
 def flash_v2_leading(n: int, d: int, m: int) -> float:
