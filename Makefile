@@ -56,8 +56,9 @@ types: setup ## Type-check the package.
 build: setup ## Build wheel and sdist and run the wheel in a clean environment.
 	$(BIN)/python tools/check_build.py
 
-table: setup ## Write the support table of README.md anew.
+table: setup ## Write anew what README.md and docs/which.md have from the backends.
 	$(BIN)/python tools/support_table.py
+	$(BIN)/python tools/which.py
 
 format: setup ## Format the code and mend what the linter can.
 	$(BIN)/ruff format .

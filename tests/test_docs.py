@@ -51,6 +51,15 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_support_table_is_what_the_backends_say() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "support_table.py"), "--check"]
+    check_tool("support_table.py")
+
+
+def test_which_backend_is_what_dispatch_says() -> None:
+    check_tool("which.py")
+
+
+def check_tool(name: str) -> None:
+    """A tool finds the page that it writes as it would write it."""
+    command = [sys.executable, str(ROOT / "tools" / name), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

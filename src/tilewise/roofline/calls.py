@@ -1,4 +1,4 @@
-"""What a call must cost at least: floating-point operations, HBM bytes, and the time that a device needs for them.
+"""What one call must cost at least: floating-point operations, HBM bytes, and the time that a device needs for them.
 
 Counts are of the algorithm, not of a kernel: each visible (row, key) pair once, each tensor over HBM once. Beside them
 stands standard attention, which writes its scores S and probabilities P to HBM and reads them back.
@@ -8,92 +8,16 @@ Source: FlashAttention (Dao et al., 2022), section 3 and Theorem 2; FlashAttenti
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from . import errors, sequences
-from .mask_algebra import Frame, interval
-from .problem import Inputs, Problem
+from .. import sequences
+from ..mask_algebra import Frame, interval
+from ..problem import Inputs, Problem
+from .devices import Device
 
 FORWARD, BACKWARD = "forward", "backward"
-
-
-@dataclass(frozen=True)
-class Device:
-    """Peak rates of a device, by its vendor's datasheet (dense, no sparsity).
-
-    Args:
-        name: as the command line takes it.
-        tflops_16bit: fp16/bf16 matrix products with fp32 accumulation, TFLOP/s.
-        tflops_fp32: fp32 outside the tensor cores (true fp32), TFLOP/s.
-        hbm_tb_s: memory bandwidth, TB/s.
-        sram_kib: shared memory that one thread block can have, KiB.
-        capability: CUDA compute capability.
-        names: regular expression for what the driver calls it, lower case, without spaces and hyphens. Variants of
-            other rates (PCIe, NVL, Grace) are other devices.
-    """
-
-    name: str
-    tflops_16bit: float
-    tflops_fp32: float
-    hbm_tb_s: float
-    sram_kib: int
-    capability: tuple[int, int]
-    names: str
-
-    def tflops(self, dtype: torch.dtype) -> float:
-        """The rate for products of this dtype."""
-        return self.tflops_16bit if dtype.itemsize <= 2 else self.tflops_fp32
-
-    def balance(self, dtype: torch.dtype) -> float:
-        """FLOPs per byte at which arithmetic and memory take equally long."""
-        return self.tflops(dtype) / self.hbm_tb_s
-
-
-# Datasheets: NVIDIA A100 (2021), H100 SXM (2023), H200 SXM (2024), HGX B200 (2025, per GPU), GeForce RTX 4090 (Ada
-# whitepaper, 2022). Shared memory: CUDA C++ Programming Guide, compute capabilities, maximum per thread block.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("a100-40gb", 312.0, 19.5, 1.555, 163, (8, 0), r"a100.*40gb"),
-        Device("a100-80gb", 312.0, 19.5, 2.039, 163, (8, 0), r"a100.*80gb"),
-        Device("rtx4090", 165.2, 82.6, 1.008, 99, (8, 9), r"rtx4090$"),
-        Device("h100", 989.4, 66.9, 3.35, 227, (9, 0), r"(?<!g)h100(?!pcie|nvl)"),
-        Device("h200", 989.4, 66.9, 4.8, 227, (9, 0), r"(?<!g)h200(?!nvl)"),
-        Device("b200", 2250.0, 75.0, 8.0, 227, (10, 0), r"(?<!g)b200"),
-    )
-}
-
-
-def device(name: str) -> Device:
-    """A device of the table by its name.
-
-    Raises:
-        tilewise.errors.ArgumentError: unknown name.
-    """
-    if name.lower() not in DEVICES:
-        errors.fail(errors.ArgumentError, "device", repr(name), ", ".join(DEVICES), "name one of these")
-    return DEVICES[name.lower()]
-
-
-def device_of(tensor_device: torch.device) -> Device | None:
-    """The table's entry for the GPU that tensors are on; None for CPUs and GPUs that it lacks."""
-    if tensor_device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return named(torch.cuda.get_device_name(tensor_device))
-
-
-def named(name: str) -> Device | None:
-    """The table's entry for a driver's name of a GPU, or None.
-
-    >>> named("NVIDIA A100-SXM4-80GB").name, named("NVIDIA H200").name, named("NVIDIA GH200 480GB")
-    ('a100-80gb', 'h200', None)
-    """
-    plain = name.lower().replace(" ", "").replace("-", "")
-    return next((entry for entry in DEVICES.values() if re.search(entry.names, plain)), None)
 
 
 class Pairs(NamedTuple):
