@@ -67,8 +67,9 @@ def _attend(
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         acc = acc * alpha[:, None]
         if MASKED:
-            if device.any_strange(v_tile):
-                # What is not finite in v reaches the rows that see it, and no others.
+            # What is not finite in v reaches the rows that see it, and no others.
+            strange_tile = device.any_strange(v_tile)
+            if strange_tile:
                 v_tile, strange = device.finite(v_tile)
                 seen = score.visible(variant, extra, seq, rows, keys, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)

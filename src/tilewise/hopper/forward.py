@@ -2,8 +2,9 @@
 
 One warp loads (TMA), two or three warpgroups compute, each 64 rows of the tile. Within a warpgroup the product
 ``S_j = Q K_jᵀ`` runs beside the softmax of S_{j-1} and ``O += P_{j-1} V_{j-1}`` (FlashAttention-3, Shah et al., 2024,
-Algorithms 1 and 2). The grid is persistent: `schedule` deals the tiles to programs, the longest first, and Q of a
-program's next tile is loaded while it still computes the last.
+Algorithms 1 and 2), and warpgroups take turns. The softmax goes by a standing reference (see `step`) instead of a
+running maximum. The grid is persistent: `schedule` deals the tiles to programs, the longest first, and Q of a program's
+next tile is loaded while it still computes the last.
 
 HBM: reads q once and k, v once per tile of rows (mostly from L2), writes o and lse.
 
@@ -16,29 +17,14 @@ from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ..kernels.score import LOG2E, Variant
+from ..kernels.score import Variant
 from . import scores
-from .pipeline import (
-    arrived,
-    cta_barrier,
-    make_ring,
-    make_turns,
-    my_turn,
-    next_turn,
-    produce,
-    release,
-    tma_load,
-    tma_store,
-)
-from .scores import score_layout
+from .epilogue import store
+from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, tma_load
+from .products import add, added, as_operand, marred, multiply, packed, scaled
+from .scores import each_row, score_layout, unit_of
 from .work import (
     Band,
     Work,
@@ -54,8 +40,6 @@ from .work import (
     sequence_of,
     tile_of,
 )
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 class Io(NamedTuple):
@@ -119,91 +103,6 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 
 @gluon.jit
-def multiply(q_smem, k_smem, zero, shape):
-    """``S = Q Kᵀ``, asynchronously: one group of products, or two that follow each other."""
-    if shape.D_HIGH == 0:
-        s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
-    else:
-        LOW: gl.constexpr = low(shape.BLOCK_D, shape.D_HIGH)
-        k_low = k_smem.slice(0, LOW, dim=1).permute((1, 0))
-        k_high = k_smem.slice(LOW, shape.D_HIGH, dim=1).permute((1, 0))
-        s = warpgroup_mma(q_smem.slice(0, LOW, dim=1), k_low, zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(q_smem.slice(LOW, shape.D_HIGH, dim=1), k_high, s, is_async=True)
-    return s
-
-
-@gluon.jit
-def add(acc, tail, p16, v_smem, shape):
-    """``O += P V``, asynchronously; `tail` are the columns of the high part, which is a group of its own."""
-    if shape.DV_HIGH == 0:
-        acc = warpgroup_mma(p16, v_smem, acc, is_async=True)  # [M, Dv]
-    else:
-        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
-        TAIL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=score_layout(shape.DV_HIGH), k_width=2)
-        acc = warpgroup_mma(p16, v_smem.slice(0, LOW, dim=1), acc, is_async=True)
-        p_tail = gl.convert_layout(p16, TAIL, assert_trivial=True)
-        tail = warpgroup_mma(p_tail, v_smem.slice(LOW, shape.DV_HIGH, dim=1), tail, is_async=True)
-    return acc, tail
-
-
-@gluon.jit
-def added(acc, tail, p16, shape):
-    """What `add` returned, once it is there, and the operand that it read."""
-    if shape.DV_HIGH == 0:
-        acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
-    else:
-        acc, tail, p16 = warpgroup_mma_wait(0, deps=(acc, tail, p16))
-    return acc, tail, p16
-
-
-@gluon.jit
-def packed(p, dtype: gl.constexpr):
-    """Weights as 16-bit floats, two neighbours in an int32.
-
-    Loops and branches hand 16-bit values over one by one, and packing them anew costs an instruction each.
-    """
-    even, odd = gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
-    INSTRUCTION: gl.constexpr = cvt_instruction(dtype)
-    return gl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def cvt_instruction(dtype):
-    """PTX that rounds two fp32 numbers into the halves of a register."""
-    return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
-
-
-@gluon.jit
-def as_operand(p32, dtype: gl.constexpr, VALUES: gl.constexpr):
-    """Packed weights as the left operand of the product that accumulates in layout VALUES: the same registers."""
-    low = (p32 & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    high = (p32 >> 16).to(gl.int16).to(dtype, bitcast=True)
-    both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
-    return gl.convert_layout(both, gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True)
-
-
-@gluon.jit
-def scaled(acc, factor):
-    """Rows of `acc` times `factor`, which has the rows' layout of the scores: the same threads."""
-    VALUES: gl.constexpr = acc.type.layout
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def marred(acc, poison):
-    """`acc` with NaN in the rows of NaN."""
-    VALUES: gl.constexpr = acc.type.layout
-    return acc + gl.convert_layout(poison, gl.SliceLayout(1, VALUES), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def each_row(rows, value):
-    """One number for every row."""
-    ROWS: gl.constexpr = rows.type.layout
-    return gl.full([64], value, gl.float32, ROWS)
-
-
-@gluon.jit
 def modified(s, seq, tile, rows, j, variant, extra, shape):
     """Scores of the products with the j-th key tile, before the mask."""
     if not variant.fold:
@@ -240,15 +139,6 @@ def kept(p32, seq, tile, rows, j, work, variant, shape):
         batch_head = seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)
         p32 = p32 & scores.kept(variant, batch_head, rows, n0, shape.BLOCK_N, PACKED)
     return p32
-
-
-@gluon.jit
-def unit_of(io, variant):
-    """The scale of what `modified` returns in base 2."""
-    unit = io.qk_scale
-    if not variant.fold:
-        unit = gl.to_tensor(1.0)
-    return unit
 
 
 @gluon.jit
@@ -298,7 +188,7 @@ def step(
         if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
             if masked:
                 s = hidden(s, seq, tile, rows, again, band, variant, extra, shape)
-        scale, shift, safe, alpha = scores.reference(s, scale, shift, unit_of(io, variant))
+        scale, shift, safe, alpha = scores.reference(s, scale, shift, unit_of(io.qk_scale, variant))
         p = scores.weights(s, scale, safe)
         sums = scores.partial_sums(p)
         p32 = packed(p, io.q_desc.dtype)
@@ -337,7 +227,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
             acc = marred(acc, poison)
             if shape.DV_HIGH != 0:
                 tail = marred(tail, poison)
-    unit = unit_of(io, variant)
+    unit = unit_of(io.qk_scale, variant)
     scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
     p = scores.weights(s, scale, safe)
     p32 = kept(packed(p, io.q_desc.dtype), seq, tile, rows, top, work, variant, shape)
@@ -349,98 +239,6 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
             io, consumers, band, work, variant, extra, shape, W,
         )  # fmt: skip
     return state, i + last
-
-
-@gluon.jit
-def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
-    """Write 64 rows of O through shared memory; TMA drops those past the end of the tensor."""
-    if not shape.SHARED_O:
-        # The tile before may still be leaving.
-        tma.store_wait(0)
-        cta_barrier()
-    staged = o_smem.reshape([64, shape.BLOCK_DV])
-    if shape.DV_HIGH == 0:
-        staged.store(acc.to(io.o_desc.dtype))
-    else:
-        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
-        staged.slice(0, LOW, dim=1).store(acc.to(io.o_desc.dtype))
-        staged.slice(LOW, shape.DV_HIGH, dim=1).store(tail.to(io.o_desc.dtype))
-    fence_async_shared()
-    cta_barrier()
-    b = seq.b
-    if shape.PACKED:
-        b = 0
-    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, 0], o_smem)
-
-
-@gluon.jit
-def store_direct(acc, tail, seq, rows, io, work, shape):
-    """Write the rows of O that belong to the sequence, straight from registers."""
-    store_columns(acc, 0, seq, rows, io, work, shape)
-    if shape.DV_HIGH != 0:
-        store_columns(tail, low(shape.BLOCK_DV, shape.DV_HIGH), seq, rows, io, work, shape)
-
-
-@gluon.jit
-def store_columns(acc, FIRST: gl.constexpr, seq, rows, io, work, shape):
-    """Write the columns of O from FIRST on."""
-    VALUES: gl.constexpr = acc.type.layout
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, VALUES), assert_trivial=True)
-    columns = FIRST + gl.arange(0, acc.shape[1], gl.SliceLayout(0, VALUES))
-    start = seq.q_start
-    if not shape.PACKED:
-        start = seq.b.to(gl.int64) * seq.len_q
-    head = heads_of(seq, rows, shape)
-    first = ((start + rows).to(gl.int64) * (work.heads * shape.STACK) + head) * shape.HEAD_DIM_V
-    inside = (rows < seq.len_q)[:, None] & (columns < shape.HEAD_DIM_V)[None, :]
-    gl.store(io.o + first[:, None] + columns[None, :], acc.to(io.o.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def totals(scale, shift, l_i, seq, rows, io, variant, shape):
-    """Reference in base 2, sum of weights, and the factor on values, of every row; a sink is a key with value 0."""
-    ROWS: gl.constexpr = scale.type.layout
-    l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
-    m_i = shift * (unit_of(io, variant) / scale)
-    rest = gl.full([64], 1.0, gl.float32, ROWS)
-    if io.sinks is not None:
-        sink = each_row(rows, 0.0) + gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
-        m_all = gl.maximum(m_i, sink)
-        rest = gl.exp2(m_i - gl.where(m_all == float("-inf"), 0.0, m_all))
-        l_i = l_i * rest + gl.exp2(sink - gl.where(m_all == float("-inf"), 0.0, m_all))
-        m_i = m_all
-    return m_i, l_i, rest
-
-
-@gluon.jit
-def store(acc, tail, scale, shift, l_i, seq, m0, rows, o_smem, io, work, variant, shape, W: gl.constexpr):
-    """Normalise and write 64 rows of O and their LSE."""
-    m_i, l_i, rest = totals(scale, shift, l_i, seq, rows, io, variant, shape)
-    # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
-    empty = l_i == 0.0
-    l_safe = gl.where(empty, 1.0, l_i)
-    lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(l_safe))
-    if shape.PACKED:
-        stat = heads_of(seq, rows, shape).to(gl.int64) * io.stat_rows + seq.q_start
-    else:
-        stat = (seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)).to(gl.int64) * io.stat_rows
-    gl.store(io.lse + stat + rows, lse, mask=rows < seq.len_q)
-    factor = rest / l_safe
-    if variant.seed is not None:
-        factor *= 65536.0 / variant.keep
-    acc = scaled(acc, factor)
-    if shape.DV_HIGH != 0:
-        tail = scaled(tail, factor)
-    if shape.DIRECT_O:
-        store_direct(acc, tail, seq, rows, io, work, shape)
-    elif shape.PACKED:
-        # What follows a member's last row is the next one's.
-        if first_row(m0, W + 1, shape) <= seq.len_q:
-            store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
-        else:
-            store_direct(acc, tail, seq, rows, io, work, shape)
-    else:
-        store_staged(acc, tail, seq, m0, o_smem, io, shape, W)
 
 
 @gluon.jit

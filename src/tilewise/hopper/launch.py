@@ -129,6 +129,7 @@ def plan(problem: Problem) -> Plan | None:
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
+    clean = {"CLEAN": gl.constexpr(band.left is not None or band.right is not None)}
     return Plan(
         slice(first, last),
         tile.block_n,
@@ -136,10 +137,7 @@ def plan(problem: Problem) -> Plan | None:
         dealt,
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
-        Shape(
-            *map(gl.constexpr, sizes(problem, tile)),
-            CLEAN=gl.constexpr(band.left is not None or band.right is not None),
-        ),
+        Shape(*map(gl.constexpr, sizes(problem, tile)), **clean),
         compile_time(tile),
         entry_registers(tile),
     )

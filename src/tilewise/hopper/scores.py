@@ -105,6 +105,22 @@ def kept(variant, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def each_row(rows, value):
+    """One number for every row."""
+    ROWS: gl.constexpr = rows.type.layout
+    return gl.full([64], value, gl.float32, ROWS)
+
+
+@gluon.jit
+def unit_of(qk_scale, variant):
+    """The scale of what `modified` returns in base 2."""
+    unit = qk_scale
+    if not variant.fold:
+        unit = gl.to_tensor(1.0)
+    return unit
+
+
+@gluon.jit
 def weights(s, scale, shift):
     """``exp2(scale s - shift)``, scale and shift for each row: one instruction and the exponential."""
     return gl.exp2(s * scale[:, None] - shift[:, None])
