@@ -93,7 +93,7 @@ def launch(group: str, *prefix: str) -> subprocess.CompletedProcess[str]:
 
 
 def handed_out(kernel: str, line: int) -> bool:
-    """Whether a race is that of Triton's own code by which warps learn their role, which belongs to no line of a kernel.
+    """Whether a race is that of Triton's code by which warps learn their role, which belongs to no line of a kernel.
 
     The first warps write a role into shared memory, meet the others at a named barrier, and these read it:
     ``BAR.SYNC 1; LDS.U8``. Racecheck does not see that barrier as one of them all.
