@@ -40,16 +40,17 @@ def test_scopes_nest_and_give_back() -> None:
             with machine.on_chip() as inner:
                 inner.new(2, 2)
     with machine.on_chip() as chip:
-        chip.new(12)
+        chip.new(3, 4)
     assert machine.counts.peak_sram == 12
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_kept_values_take_registers_or_sram(strict: bool) -> None:
+def test_kept_values_and_vectors_take_registers_or_sram(strict: bool) -> None:
     machine = Machine(sram=10, strict=strict)
     with machine.on_chip() as chip:
-        chip.new(4)
-        chip.keep(torch.ones(3, dtype=torch.float64))
+        chip.new(2, 2)
+        chip.new(1)
+        chip.keep(torch.ones(1, 2, dtype=torch.float64))
     assert (machine.counts.peak_sram, machine.counts.peak_registers) == ((7, 0) if strict else (4, 3))
 
 

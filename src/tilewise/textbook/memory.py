@@ -8,7 +8,7 @@ into it, computes with plain torch, and writes tiles back::
     with machine.on_chip() as chip:   a scope of SRAM; what it reserves is given back at its end (scopes nest)
         chip.read(x, rows)            a copy of x[rows] in SRAM: counted as read, its elements are reserved
         chip.new(*shape, fill=0.0)    an accumulator: its elements are reserved
-        chip.keep(value)              a computed value that must exist as a whole (scores, row statistics)
+        chip.keep(value)              a computed value that must exist as a whole (a tile of scores)
         chip.write(x, value, rows)    x[rows] = value in HBM: counted as written
     machine.counts                    `Counts`, so far
 
@@ -16,10 +16,11 @@ Everything is in elements, whatever their dtype. Floating-point operations are c
 is open: 2 m n k for a product, one for each element of other arithmetic (of the input for sums and maxima, of the
 output otherwise), exponentials and logarithms apart. Comparisons, masks, copies and integers cost nothing.
 
-**SRAM and registers.** Tiles and accumulators take SRAM. Kept values (S, P, m, l) take registers, which have no limit
-here, as in the papers' rule 4 B d <= M; on a ``Machine(sram, strict=True)`` they take SRAM like everything else.
-Temporaries inside an expression are free. An accumulator is reserved once: binding its name to its updated value takes
-no more. A tile whose scope has ended holds NaN, so that no result can depend on memory that was given back.
+**SRAM and registers.** Tiles and accumulators with more than one dimension take SRAM. Kept values (S, P) and vectors
+(m, l, lse) take registers, which have no limit here, as in the papers' rule 4 B d <= M; on a ``Machine(sram,
+strict=True)`` they take SRAM like everything else. Temporaries inside an expression are free. An accumulator is
+reserved once: binding its name to its updated value takes no more. A tile whose scope has ended holds NaN, so that no
+result can depend on memory that was given back.
 
 Source: FlashAttention (Dao et al., 2022), section 2.1 and Theorem 2; Aggarwal and Vitter, "The input/output complexity
 of sorting and related problems" (1988).
@@ -27,7 +28,7 @@ of sorting and related problems" (1988).
 Example:
     >>> import torch
     >>> machine = Machine(sram=8)
-    >>> x, y = machine.put("x", torch.arange(6.0)), machine.new("y", 6)
+    >>> x, y = machine.put("x", torch.ones(6, 1)), machine.new("y", 6, 1)
     >>> for rows in (slice(0, 4), slice(4, 6)):
     ...     with machine.on_chip() as chip:
     ...         chip.write(y, torch.exp(2 * chip.read(x, rows)), rows)
@@ -86,7 +87,7 @@ class Counts:
         writes: elements written to HBM, by tensor.
         flops: operations by kind.
         peak_sram: most elements of SRAM in use at once.
-        peak_registers: most elements of kept values at once (0 on a strict machine, where they count as SRAM).
+        peak_registers: most elements of kept values and vectors at once (0 on a strict machine: they are in SRAM).
         peak_hbm: most elements of HBM in use at once.
     """
 
@@ -148,7 +149,7 @@ class Machine:
 
     Args:
         sram: M, elements of SRAM; None for as many as are asked for.
-        strict: whether kept values (scores, row statistics) take SRAM too, instead of registers without limit.
+        strict: whether kept values and vectors take SRAM too, instead of registers without limit.
         record: whether `events` lists every tile moved, in order.
 
     Raises:
@@ -247,7 +248,7 @@ class Chip:
             SramError: it does not fit beside what is in use.
         """
         tile = x._data[index].clone()
-        self._reserve(f"tile of {x.name}", tile.numel(), "sram")
+        self._reserve(f"tile of {x.name}", tile.shape)
         self._tiles.append(tile)
         self._machine._moved("read", x, index[0] if index else slice(None), tile.numel())
         return tile
@@ -272,7 +273,7 @@ class Chip:
         Raises:
             SramError: it does not fit beside what is in use.
         """
-        self._reserve("accumulator", prod(shape), "sram")
+        self._reserve("accumulator", shape)
         tile = torch.full(shape, fill, dtype=torch.float64)
         self._tiles.append(tile)
         return tile
@@ -283,7 +284,7 @@ class Chip:
         Raises:
             SramError: the machine is strict, and it does not fit beside what is in use.
         """
-        self._reserve("kept value", value.numel(), "sram" if self._machine.strict else "registers")
+        self._reserve("kept value", (value.numel(),))
         return value
 
     def close(self) -> None:
@@ -293,7 +294,8 @@ class Chip:
             if tile.is_floating_point():
                 tile.fill_(float("nan"))
 
-    def _reserve(self, what: str, elements: int, where: str) -> None:
+    def _reserve(self, what: str, shape: tuple[int, ...]) -> None:
+        elements, where = prod(shape), "sram" if self._machine.strict or len(shape) > 1 else "registers"
         self._machine._reserve(what, elements, where)
         self._reserved[where] += elements
 
