@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import errors
 from .calls import FORWARD
 from .devices import Device
 from .sizes import check
@@ -53,6 +54,24 @@ def standard_backward(n: int, d: int) -> Traffic:
     return Traffic(read=5 * n * n + 5 * n * d, written=2 * n * n + 3 * n * d)
 
 
+def flash_v1_forward(n: int, d: int, block_k: int) -> Traffic:
+    """3Nd + 2N + T_c·(3Nd + 4N), T_c = ⌈N/B_c⌉: O, m, ℓ are set, and read and written again for each tile of K.
+
+    >>> flash_v1_forward(1024, 64, 384).total
+    800768
+    """
+    check(n=n, d=d, block_k=block_k)
+    steps = ceil(n / block_k)
+    return Traffic(read=2 * n * d + steps * (2 * n * d + 2 * n), written=n * d + 2 * n + steps * (n * d + 2 * n))
+
+
+def flash_v1_backward(n: int, d: int, block_k: int) -> Traffic:
+    """5Nd + T_c·(5Nd + 2N): for each tile of K, Q, O, dO, m, ℓ are read and dQ is read and written."""
+    check(n=n, d=d, block_k=block_k)
+    steps = ceil(n / block_k)
+    return Traffic(read=2 * n * d + steps * (4 * n * d + 2 * n), written=3 * n * d + steps * n * d)
+
+
 def flash_v2_forward(n: int, d: int, block_q: int) -> Traffic:
     """2Nd·⌈N/B_r⌉ + 2Nd + N: each tile of Q reads all of K and V; O and L are written once.
 
@@ -61,6 +80,41 @@ def flash_v2_forward(n: int, d: int, block_q: int) -> Traffic:
     """
     check(n=n, d=d, block_q=block_q)
     return Traffic(read=n * d + 2 * n * d * ceil(n / block_q), written=n * d + n)
+
+
+def flash_v2_backward(n: int, d: int, block_q: int, block_k: int, loop: str = "outer_keys") -> Traffic:
+    """The backward of version 2 in its three loops, with D = rowsum(dO∘O) computed before: 2Nd + N of each.
+
+    outer_keys 7Nd + N + T_c·(4Nd + 2N); outer_rows 7Nd + 3N + 6Nd·T_r; separate 9Nd + 3N + T_c·(2Nd + 2N) + 2Nd·T_r.
+
+    Raises:
+        tilewise.errors.ArgumentError: another `loop`, or a size that is not positive.
+
+    >>> [flash_v2_backward(1024, 64, 128, 256, loop).total for loop in ("outer_keys", "outer_rows", "separate")]
+    [1516544, 3607552, 2173952]
+    """
+    check(n=n, d=d, block_q=block_q, block_k=block_k)
+    t_r, t_c, nd = ceil(n / block_q), ceil(n / block_k), n * d
+    delta = Traffic(read=2 * nd, written=n)
+    if loop == "outer_keys":
+        return delta.plus(Traffic(read=2 * nd + t_c * (3 * nd + 2 * n), written=3 * nd + t_c * nd))
+    if loop == "outer_rows":
+        return delta.plus(Traffic(read=2 * nd + 2 * n + 4 * nd * t_r, written=3 * nd + 2 * nd * t_r))
+    if loop == "separate":
+        read = 4 * nd + 2 * n + t_c * (2 * nd + 2 * n) + 2 * nd * t_r
+        return delta.plus(Traffic(read=read, written=3 * nd))
+    errors.fail(errors.ArgumentError, "loop", repr(loop), "outer_keys, outer_rows, separate", "name one of these")
+
+
+def flash_v2_visited(n: int, d: int, block_k: int, visited: int) -> Traffic:
+    """2Nd + N + 2·B_c·d for each visited tile: version 2 where a mask leaves tiles out, B_c dividing N.
+
+    >>> causal = 4 * 5 // 2                                       # T(T + 1)/2 of T² tiles, B_r = B_c = N/4
+    >>> flash_v2_visited(1024, 64, 256, causal).total, flash_v2_forward(1024, 64, 256).total
+    (459776, 656384)
+    """
+    check(n=n, d=d, block_k=block_k)
+    return Traffic(read=n * d + 2 * block_k * d * visited, written=n * d + n)
 
 
 def flash_v2_leading(n: int, d: int, m: int) -> float:
