@@ -23,7 +23,7 @@ INLINE = re.compile("«(.+?)»")
 
 INTRODUCTION = """# Claims
 
-Published and folklore figures about attention, {count} of them, each computed again: {tally}.
+Published and folklore figures about attention, {count} of them, each computed again. Verdicts: {tally}.
 
 Every number under *ours* is the value of an expression in the block below its table, which the tests run; the page is
 written by `python tools/claims.py` from those values, and so are the verdicts.
@@ -141,7 +141,7 @@ def page() -> str:
         lines, found = section(part, len(verdicts) + 1, names)
         body += lines
         verdicts += found
-    tally = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    tally = " · ".join(f"*{verdict}* {verdicts.count(verdict)}" for verdict in dict.fromkeys(verdicts))
     head = INTRODUCTION.format(count=len(verdicts), tally=tally)
     return head + "\n" + "\n".join(body).rstrip("\n") + "\n"
 

@@ -1,4 +1,4 @@
-"""Claims about utilisation, precision and decoding: figures that a bound or an experiment decides."""
+"""Claims about utilisation, precision, FP8 and decoding: figures that a bound or an experiment decides."""
 
 from __future__ import annotations
 
@@ -98,9 +98,6 @@ def weight_error(dtype):
     return error[exact > 1e-3].max().item()
 
 q, k, v = torch.randn(3, 1024, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-scores = (lambda g: torch.randn(2048, 128, generator=g) @ torch.randn(2048, 128, generator=g).T)(
-    torch.Generator().manual_seed(1)
-) / sqrt(128)
 """,
     [
         Claim(
@@ -123,23 +120,61 @@ scores = (lambda g: torch.randn(2048, 128, generator=g) @ torch.randn(2048, 128,
             says="~1e-3",
             rule="order",
         ),
+    ],
+)
+
+FP8 = Section(
+    "FP8",
+    """
+from tilewise.textbook import fp8
+
+q, k, v = torch.randn(3, 2, 256, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+raw = q @ k.mT                                                 # scores before the scale 1/√d
+scores = raw / sqrt(128)
+
+def loud(x):
+    "Two of the 128 channels ten times as large, in every row."
+    return fp8.outlier_channels(x, channels=2, gain=10.0)
+
+def error(q, k, rotate=None, granularity="block"):
+    "Root mean square error of attention in e4m3."
+    return fp8.rmse(fp8.attention(q, k, v, granularity, rotate=rotate), fp8.attention_exact(q, k, v))
+
+def lowers(q, k, granularity="block"):
+    "Error without rotation over the error with it."
+    return round(error(q, k, None, granularity) / error(q, k, 0, granularity), 1)
+""",
+    [
         Claim(
             "Range of FP8 E4M3",
             SHAH24,
             "448",
             "torch.finfo(torch.float8_e4m3fn).max",
-            "largest finite value; the smallest is 2⁻⁹ = «2**-9», so that weights below 2⁻¹⁰ vanish unless P is scaled",
+            "largest finite value; the smallest is «2**-9», so that of the weights of these scores "
+            "«round(100 * fp8.flushed(scores.softmax(-1), fp8.E4M3))» % would become 0 unscaled, and scaled by 2⁸ "
+            "«round(100 * fp8.flushed(256 * scores.softmax(-1), fp8.E4M3))» %",
             says="±448",
         ),
         Claim(
-            "S ~ N(0, 1) at d 128 with q, k ~ N(0, 1) and scale 1/√d",
+            "S ~ N(0, 1) at d 128 for q, k ~ N(0, 1) and scale 1/√d",
             FOLKLORE,
             "1.0",
             "round(scores.std().item(), 1)",
-            "unscaled the deviation is √128 = «round((scores * sqrt(128)).std().item(), 1)», and the largest of "
-            "«scores.numel()» scores stays below 448 either way (yes = True: "
-            "«bool(scores.abs().max() * sqrt(128) < 448)»)",
+            "before the scale the deviation is √128 = 11.3 («round(raw.std().item(), 1)») and the largest of "
+            "«raw.numel()» scores «round(raw.abs().max().item())»: neither leaves ±448. After it the largest is "
+            "«round(scores.abs().max().item(), 1)», and a scale of 448 over that makes use of the range",
             says="deviation 1",
+        ),
+        Claim(
+            "A Hadamard rotation lowers the quantisation error",
+            SHAH24,
+            "yes",
+            "lowers(loud(q), loud(k)) > 2 and lowers(loud(q), loud(k), 'tensor') > 2",
+            "two outlier channels in q and k: «lowers(loud(q), loud(k))»× less error of the output with a scale for "
+            "each block, «lowers(loud(q), loud(k), 'tensor')»× with one for the tensor. Without outliers it changes "
+            "nothing («lowers(q, k)»×), with outliers in k alone little («lowers(q, loud(k))»×)",
+            rule="true",
+            says="lowers it",
         ),
     ],
 )
@@ -147,15 +182,15 @@ scores = (lambda g: torch.randn(2048, 128, generator=g) @ torch.randn(2048, 128,
 DECODE = Section(
     "Decoding",
     """
-def chain(tasks, tiles, splits, sms=108):
-    "Key tiles that the busiest SM goes through, one task to an SM at a time."
-    return ceil(tasks * splits / sms) * ceil(tiles / splits)
+from tilewise.textbook.decode import Load, published_rule, threshold
 
-def gain(batch, keys, heads=32, block=128):
-    "How much shorter the chain gets with the best number of splits (A100)."
-    tiles = ceil(keys / block)
-    best = min(chain(batch * heads, tiles, splits) for splits in range(1, min(128, tiles) + 1))
-    return round(chain(batch * heads, tiles, 1) / best, 2)
+def load(batch, keys, heads=32):
+    "One query a head on an A100, key tiles of 128; time in key tiles of one SM."
+    return Load(tasks=batch * heads, blocks=ceil(keys / 128), processors=a100.sms)
+
+def gain(batch, keys):
+    "How many times faster the best number of splits is than none."
+    return round(load(batch, keys).time(1) / load(batch, keys).time(load(batch, keys).best()), 2)
 
 h200 = device("h200")
 
@@ -163,46 +198,46 @@ def seconds(keys, sms, d=128, heads=8):
     "K and V of one sequence in fp16, read by so many of the SMs, each with its share of the bandwidth."
     return 4 * d * heads * keys / (h200.hbm_tb_s * 1e12 * sms / h200.sms)
 
-def pays(keys, overhead, heads=8):
-    "Whether reading on all SMs instead of one for each head saves more than the second kernel costs (seconds)."
+def pays(keys, overhead=5e-6, heads=8):
+    "Whether reading on all SMs instead of one for each head saves more than a second kernel costs (seconds)."
     return seconds(keys, h200.sms) + overhead < seconds(keys, heads)
-
-def least_keys(overhead):
-    return next(keys for keys in range(1, 1 << 20) if pays(keys, overhead))
 """,
     [
         Claim(
-            "Splitting K pays for one sequence of 8192 keys, 32 heads",
+            "Splitting K pays for one sequence of 8192 keys, 32 heads, on an A100",
             "Flash-Decoding, 2023",
             "yes",
-            "gain(batch=1, keys=8192) > 2",
-            "chain of key tiles on the busiest of 108 SMs, «gain(batch=1, keys=8192)»× shorter; one key tile cannot "
-            "be split: «gain(batch=1, keys=128)»×",
+            "load(batch=1, keys=8192).pays()",
+            "32 tasks leave 76 of 108 SMs idle: «gain(batch=1, keys=8192)»× in time with "
+            "«load(batch=1, keys=8192).best()» splits; the rule of flash-attention 2 takes "
+            "«published_rule(load(batch=1, keys=8192))»",
             rule="true",
             says="pays",
         ),
         Claim(
-            "and does not where batch × heads fill the device",
+            "It does not where batch × heads fill the device",
             "Flash-Decoding, 2023",
             "yes",
-            "gain(batch=64, keys=8192) < 1.1",
-            "batch 64: «gain(batch=64, keys=8192)»×. In between it is quantisation: batch 4 (128 tasks on 108 SMs) "
-            "gains «gain(batch=4, keys=8192)»×",
+            "published_rule(load(batch=64, keys=8192)) == 1 and gain(batch=64, keys=8192) < 1.02",
+            "batch 64: at most «gain(batch=64, keys=8192)»×. In between the last wave decides: batch 4 is 128 tasks "
+            "on 108 SMs and could gain «gain(batch=4, keys=8192)»×, which the published rule (no split from 80 % on) "
+            "leaves",
             rule="true",
             says="does not pay",
         ),
         Claim(
-            "It pays above a threshold of keys",
+            "It pays above a threshold of keys only",
             FOLKLORE,
             "yes",
-            "not pays(256, overhead=5e-6) and pays(4096, overhead=5e-6)",
-            "H200, batch 1, 8 KV heads, d 128: a second kernel of 5 µs is paid for from «least_keys(5e-6)» keys on, "
-            "one of 55 µs from «least_keys(55e-6)». The threshold is a property of the kernel and of batch × heads, "
-            "not one number",
+            "1 < threshold(8, h200.sms) and not pays(128) and pays(4096)",
+            "H200, batch 1, 8 KV heads, d 128: with a second kernel of two tile times from «threshold(8, h200.sms)» "
+            "key tiles on; with one of 5 µs from «next(keys for keys in range(1, 4096) if pays(keys))» keys on. It "
+            "is a property of batch × heads and of that kernel, not one number; for «h200.sms» tasks there is none "
+            "(«threshold(h200.sms, h200.sms)»)",
             rule="true",
             says="pays above a threshold",
         ),
     ],
 )
 
-DEVICES = [COMPUTE, PRECISION, DECODE]
+DEVICES = [COMPUTE, PRECISION, FP8, DECODE]
