@@ -70,7 +70,7 @@ const board = (() => {
         if (when === 0) {
           context.fillStyle = colours.bg;
           context.fillRect(x, y, w, h);
-          if (w > 4) svg.hatch(context, x, y, w, h, colours.line);
+          if (w > 4) svg.hatch(context, x, y, w, h, colours.hatch);
           continue;
         }
         context.fillStyle = when <= done ? colours.done : colours.skip;
@@ -106,7 +106,7 @@ const board = (() => {
 
   function draw(node, walk, computed, done, row) {
     const { context, side } = svg.board(node);
-    const names = ["q", "k", "v", "o", "s", "done", "skip", "bg", "line", "ink"];
+    const names = ["q", "k", "v", "o", "s", "done", "skip", "bg", "hatch", "ink"];
     const colours = Object.fromEntries(names.map((name) => [name, svg.colour(name)]));
     const g = geometry(side, walk.plan);
     const now = live(walk, done);

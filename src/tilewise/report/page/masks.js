@@ -72,6 +72,7 @@ const maskViewer = (() => {
     const block = Number(byId("mask-block").value);
     const found = classify(mask, block);
     draw(mask, block, found);
+    table(mask, block);
     const tiles = found.side ** 2;
     byId("mask-name").textContent = mask.name;
     byId("mask-code").textContent = mask.code;
@@ -83,6 +84,21 @@ const maskViewer = (() => {
     const work = (100 * (tiles - found.counts[0])) / tiles;
     const visible = (100 * mask.visible) / mask.seqlen ** 2;
     byId("mask-verdict").textContent = `${agree ? "✓ Tiles as the library counts them" : "✗ The library counts other tiles"}: ${work.toFixed(0)} % of the full work for ${visible.toFixed(0)} % of the pairs.`;
+  }
+
+  // The same mask at every tile size: smaller tiles follow it more closely.
+  function table(mask, block) {
+    const host = byId("mask-table");
+    host.replaceChildren();
+    const head = svg.html(svg.html(host, "thead"), "tr");
+    for (const name of ["tile", "full", "cut", "hidden", "work"]) svg.html(head, "th", { scope: "col" }, name);
+    const body = svg.html(host, "tbody");
+    for (const [size, [hidden, cut, full]] of Object.entries(mask.tiles)) {
+      const row = svg.html(body, "tr", Number(size) === block ? { class: "chosen" } : {});
+      svg.html(row, "th", { scope: "row" }, `${size} × ${size}`);
+      const work = (100 * (cut + full)) / (hidden + cut + full);
+      for (const text of [format.count(full), format.count(cut), format.count(hidden), `${work.toFixed(0)} %`]) svg.html(row, "td", {}, text);
+    }
   }
 
   function start(all) {

@@ -166,7 +166,7 @@ const panels = (() => {
     const [low, high] = [Math.min(...known.filter(Number.isFinite)), Math.max(...known)];
     const x = (tile) => 8 + ((drawing.width - 16) * (tile + 0.5)) / known.length;
     const y = (m) => 84 - (Number.isFinite(m) ? ((m - low) / (high - low || 1)) * 50 : 0);
-    svg.add(drawing.root, "text", { x: 0, y: 11 }, "m after each tile; ring: α < 1, rescaled");
+    svg.add(drawing.root, "text", { x: 0, y: 11 }, "m, tile by tile; ring: it rose, α < 1");
     svg.line(drawing, known.map((m, tile) => [x(tile), y(m)]), "var(--line-strong)", { "stroke-width": 1, "stroke-dasharray": "3 3" });
     if (seen > 0) svg.line(drawing, known.slice(0, seen).map((m, tile) => [x(tile), y(m)]), "var(--s)");
     const dot = Math.min(4.5, Math.max(1.5, (drawing.width / known.length) * 0.3));

@@ -1,0 +1,1 @@
+"""The report's page and what it is made of."""
