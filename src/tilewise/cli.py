@@ -1,4 +1,4 @@
-"""The command line: ``tilewise info``, ``tilewise explain``, ``tilewise demo``, ``tilewise bench``."""
+"""The command line: ``tilewise info``, ``explain``, ``demo``, ``report`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from .bench import main as run_bench
 from .demo import DemoConfig
 from .demo import run as run_demo
 from .explain import explain as explain_call
+from .report import Initial, Walk
+from .report import write as write_report
 
 try:
     import typer
@@ -146,6 +148,22 @@ def demo(
 ) -> None:
     """Train a byte-level model on the Python standard library with tiled attention, beside torch's own."""
     run_demo(DemoConfig(steps=steps, seed=seed, out=out))
+
+
+@app.command()
+def report(
+    out: Annotated[Path, typer.Option(help="the page's file")] = Path("tilewise.html"),
+    force: Annotated[bool, typer.Option("--force", help="overwrite the file if it exists")] = False,
+    seqlen: Annotated[int, typer.Option(help="N, rows and keys that are shown first")] = Initial().walk.n,
+    head_dim: Annotated[int, typer.Option(help="d, head dim that is shown first")] = Initial().walk.d,
+    sram: Annotated[int, typer.Option(help="M, elements of SRAM that are shown first")] = Initial().walk.m,
+    order: Annotated[str, typer.Option(help="v1 (keys outside) or v2 (queries outside)")] = Initial().walk.order,
+    causal: Annotated[bool, typer.Option("--causal", help="show a causal mask first")] = False,
+    device: Annotated[str, typer.Option(help="device of the first roofline")] = Initial().device,
+) -> None:
+    """Write a page that shows the walk over the tiles, its traffic, rooflines, masks and the Hopper pipeline."""
+    initial = Initial(Walk(seqlen, head_dim, sram, order, causal), device.lower())
+    typer.echo(f"wrote {write_report(out, force=force, initial=initial)}")
 
 
 # The benchmarks read their own options, so that they run on machines that have neither typer nor rich.
