@@ -116,3 +116,45 @@ def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
         tilewise.explain(x, x, x, device="h300")
     with pytest.raises(errors.ArgumentError, match="backend: got 'cuda'; supported: one of cpu, "):
         tilewise.explain(x, x, x, backend="cuda")
+
+
+def test_the_ledger_has_every_product_and_tensor_of_both_passes() -> None:
+    q, k, v = described(2, 64, 4, 32), described(2, 48, 2, 32), described(2, 48, 2, 16)
+    sinks = torch.empty(4, device="meta")
+    found = tilewise.explain(q, k, v, sinks=sinks, device="a100-80gb")
+    pairs = 2 * 4 * 64 * 48
+    forward, backward = found.forward, found.backward
+    assert forward.products == {"S = QKᵀ": 2 * pairs * 32, "O = PV": 2 * pairs * 16}
+    assert sum(backward.products.values()) == 2 * pairs * (3 * 32 + 2 * 16)
+    assert forward.exponentials == backward.exponentials == pairs
+    sizes = {name: 2 * x.numel() for name, x in (("q", q), ("k", k), ("v", v))}
+    sizes |= {"sinks": 4 * 4, "o": 2 * (2 * 64 * 4 * 16), "lse": 4 * (2 * 64 * 4)}
+    assert forward.tensors == sizes
+    gradients = {"do": sizes["o"], **{f"d{name}": sizes[name] for name in ("q", "k", "v", "sinks")}}
+    assert backward.tensors == sizes | gradients
+    assert (found.flops, found.hbm_bytes) == (forward.flops, sum(sizes.values()))
+    assert found.score_bytes == 2 * pairs
+    for ledger in (forward, backward):
+        assert ledger.floor is not None
+        assert ledger.floor.arithmetic_ms == pytest.approx(1e3 * ledger.flops / 312e12)
+        assert ledger.floor.memory_ms == pytest.approx(1e3 * ledger.hbm_bytes / 2.039e12)
+        assert ledger.intensity == ledger.flops / ledger.hbm_bytes
+
+
+def test_what_standard_attention_would_keep_is_held_against_the_memory() -> None:
+    x = described(1, 131_072, 32, 128)
+    shown = " ".join(str(tilewise.explain(x, x, x, causal=True, device="h200")).split())
+    assert "standard attention, with S and P: 2.2 TB, more than h200 has" in shown
+    assert "bound by arithmetic" in shown
+    assert "a block of h200 can have 227 KiB of SRAM" in shown
+    one = described(1, 1, 32, 128)
+    assert "bound by memory" in " ".join(str(tilewise.explain(one, x, x, device="h200")).split())
+
+
+@pytest.mark.parametrize("device", roofline.DEVICES)
+def test_every_device_of_the_table_has_a_ledger(device: str) -> None:
+    x = described(1, 1024, 8, 64)
+    found = tilewise.explain(x, x, x, device=device)
+    assert found.floor_ms == pytest.approx(found.forward.floor.ms)  # type: ignore[union-attr]  # a named device has one
+    assert f"ms on {device}" in str(found)
+    assert all(len(line) <= 110 for line in str(found).splitlines())

@@ -1,8 +1,9 @@
-"""What a call would do: which backend and why not the others, its tile, and what it must cost at least."""
+"""What a call would do: which backend and why not the others, its tile, and the ledger of what it costs at least."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from textwrap import TextWrapper
 from typing import Any
 
 import torch
@@ -13,7 +14,61 @@ from .block_masks import BlockMask
 from .mask_algebra import And, Mask, Or
 from .masks import Window
 from .problem import Inputs, Problem
+from .roofline.forms import Floor, floor
+from .roofline.tile_rules import Tile
 from .tiles import TileConfig
+
+_WIDTH = 110  # of the printed table
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one pass of a call costs at least.
+
+    Args:
+        products: FLOPs of each matrix product; visible pairs only.
+        exponentials: one for each visible pair (the backward computes P again).
+        tensors: bytes of each tensor that is read or written, once.
+        standard_hbm_bytes: of standard attention, which writes S and P and reads them back.
+        floor: times that the device needs for products and bytes; None where its rates are unknown.
+    """
+
+    products: dict[str, int]
+    exponentials: int
+    tensors: dict[str, int]
+    standard_hbm_bytes: int
+    floor: Floor | None
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products."""
+        return sum(self.products.values())
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.tensors.values())
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte; 0 where nothing moves."""
+        return self.flops / self.hbm_bytes if self.hbm_bytes else 0.0
+
+    def rows(self, device: roofline.Device | None, bound: str) -> list[tuple[str, str]]:
+        """Label and value of each line of the table."""
+        products = ", ".join(f"{name} {_si(count)}" for name, count in self.products.items())
+        tensors = ", ".join(f"{name} {_si(size)}B" for name, size in self.tensors.items())
+        lines = [
+            ("FLOPs", f"{_si(self.flops)}FLOP{bound}: {products}; {_si(self.exponentials).strip()} exponentials"),
+            ("HBM traffic", f"{_si(self.hbm_bytes)}B (standard attention: {_si(self.standard_hbm_bytes)}B): {tensors}"),
+        ]
+        if self.hbm_bytes:
+            lines.append(("intensity", f"{self.intensity:,.0f} FLOP/B{bound}"))
+        if device is None or self.floor is None:
+            return [*lines, ("floor", "unknown: the device is not in tilewise.roofline.DEVICES")]
+        arithmetic, memory = (f"{ms:.3g} ms" for ms in self.floor[:2])
+        times = f"arithmetic {arithmetic}, memory {memory}"
+        return [*lines, ("floor", f"{self.floor.ms:.3g} ms on {device.name}, bound by {self.floor.bound} ({times})")]
 
 
 @dataclass(frozen=True)
@@ -24,9 +79,9 @@ class Explanation:
         backend: who serves the call, or None.
         reasons: for each other backend, why not.
         tile: rows and keys of one step of that backend's forward.
-        flops: of the forward's products; visible pairs only.
-        hbm_bytes: each tensor over HBM once.
-        floor_ms: no implementation is faster on `device`; None where the device's rates are unknown.
+        tile_bytes: of the tiles of Q, K, V and O of that step.
+        forward, backward: what the passes cost at least.
+        score_bytes: of one matrix of scores, which standard attention keeps twice (S and P).
         device: the roofline's device, or None.
         exact: whether the visible pairs were counted, or bounded from above (a predicate is not run).
         call: the shapes and options in words.
@@ -35,13 +90,33 @@ class Explanation:
     backend: str | None
     reasons: dict[str, list[str]]
     tile: TileConfig | None
-    flops: int
-    hbm_bytes: int
-    floor_ms: float | None
+    tile_bytes: int
+    forward: Ledger
+    backward: Ledger
+    score_bytes: int
     device: roofline.Device | None
     exact: bool
     call: str
-    standard_hbm_bytes: int = field(default=0)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward's products; visible pairs only."""
+        return self.forward.flops
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Of the forward, each tensor over HBM once."""
+        return self.forward.hbm_bytes
+
+    @property
+    def standard_hbm_bytes(self) -> int:
+        """Of standard attention's forward."""
+        return self.forward.standard_hbm_bytes
+
+    @property
+    def floor_ms(self) -> float | None:
+        """No forward is faster on `device`; None where the device's rates are unknown."""
+        return None if self.forward.floor is None else self.forward.floor.ms
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the table."""
@@ -49,21 +124,26 @@ class Explanation:
         lines = [("call", self.call), ("backend", self.backend or "none")]
         lines += [(f"not {name}", "; ".join(why)) for name, why in self.reasons.items()]
         if self.tile is not None:
-            lines.append(("tile", f"{self.tile.block_m} rows x {self.tile.block_n} keys"))
-        lines.append(("FLOPs", f"{_si(self.flops)}FLOP{bound}"))
-        lines.append(("HBM traffic", f"{_si(self.hbm_bytes)}B (standard attention: {_si(self.standard_hbm_bytes)}B)"))
-        if self.hbm_bytes:
-            lines.append(("intensity", f"{self.flops / self.hbm_bytes:,.0f} FLOP/B{bound}"))
-        if self.device is not None and self.floor_ms is not None:
-            lines.append(("floor", f"{self.floor_ms:.3g} ms on {self.device.name}"))
-        else:
-            lines.append(("floor", "unknown: the device is not in tilewise.roofline.DEVICES"))
-        return lines
+            held = f"Q, K, V and O of one take {self.tile_bytes / 1024:,.0f} KiB"
+            if self.device is not None:
+                held += f", a block of {self.device.name} can have {self.device.sram_kib} KiB of SRAM"
+            lines.append(("tile", f"{self.tile.block_m} rows x {self.tile.block_n} keys; {held}"))
+        lines += self.forward.rows(self.device, bound)
+        lines.append(("memory", self._memory()))
+        return lines + [(f"backward {label}", value) for label, value in self.backward.rows(self.device, bound)]
+
+    def _memory(self) -> str:
+        held = self.hbm_bytes
+        standard = held + 2 * self.score_bytes
+        full = self.device is not None and standard > self.device.hbm_gb * 1e9
+        beyond = f", more than {self.device.name} has" if full and self.device is not None else ""
+        return f"{_si(held)}B: inputs and results (standard attention, with S and P: {_si(standard)}B{beyond})"
 
     def __str__(self) -> str:
         rows = self.rows()
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+        margin = max(len(label) for label, _ in rows) + 2
+        wrap = TextWrapper(width=_WIDTH, subsequent_indent=" " * margin, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(wrap.fill(f"{label:<{margin}}{value}") for label, value in rows)
 
 
 def _si(x: float) -> str:
@@ -87,7 +167,7 @@ def explain(
         **arguments: as in `attention`.
 
     Returns:
-        An `Explanation`.
+        An `Explanation`; FLOPs, bytes and floors are of the forward, `backward` has those of the backward.
 
     Raises:
         tilewise.errors.TilewiseError: what the call itself would raise, except that no backend serves it.
@@ -104,22 +184,41 @@ def explain(
     dispatch.check_name(problem.options.backend)
     on = roofline.device(device) if device is not None else roofline.device_of(problem.device)
     pairs = roofline.visible_pairs(problem, inputs)
-    moved = roofline.hbm_bytes(problem, inputs)
     posed = problem
     if device is not None and on is not None:
         posed = replace(problem, device=torch.device("cuda"), assumed_capability=on.capability)
     backend, reasons = _backends(posed)
+    tile = dispatch.module(backend).tile(posed, "forward") if backend is not None else None
     return Explanation(
         backend=backend,
         reasons=reasons,
-        tile=dispatch.module(backend).tile(posed, "forward") if backend is not None else None,
-        flops=roofline.flops(problem, pairs.number),
-        hbm_bytes=moved,
-        floor_ms=None if on is None else roofline.floor_ms(problem, pairs.number, moved, on),
+        tile=tile,
+        tile_bytes=_tile_bytes(problem, tile),
+        forward=_ledger(problem, inputs, pairs.number, on, roofline.FORWARD),
+        backward=_ledger(problem, inputs, pairs.number, on, roofline.BACKWARD),
+        score_bytes=roofline.score_matrix_bytes(problem, inputs),
         device=on,
         exact=pairs.exact,
         call=_in_words(problem, inputs),
-        standard_hbm_bytes=roofline.standard_hbm_bytes(problem, inputs),
+    )
+
+
+def _tile_bytes(problem: Problem, tile: TileConfig | None) -> int:
+    if tile is None:
+        return 0
+    return Tile(tile.block_m, tile.block_n).tensors(max(problem.head_dim, problem.head_dim_v)) * problem.dtype.itemsize
+
+
+def _ledger(problem: Problem, inputs: Inputs, pairs: int, on: roofline.Device | None, pass_: str) -> Ledger:
+    products = roofline.products(problem, pairs, pass_)
+    tensors = roofline.tensor_bytes(problem, inputs, pass_)
+    elements = sum(tensors.values()) / problem.dtype.itemsize
+    return Ledger(
+        products=products,
+        exponentials=pairs,
+        tensors=tensors,
+        standard_hbm_bytes=roofline.standard_hbm_bytes(problem, inputs, pass_),
+        floor=None if on is None else floor(sum(products.values()), elements, on, problem.dtype),
     )
 
 

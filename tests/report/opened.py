@@ -22,7 +22,7 @@ class Opened:
         return self.page.locator(f"#{name}").inner_text()
 
     def wait(self, condition: str, seconds: float = 20.0) -> None:
-        """Until a condition of the page holds. (Playwright's own wait evaluates strings, which the page's policy bars.)"""
+        """Until a condition holds. Playwright's own wait evaluates strings, which the page's policy bars."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"{condition} did not come true within {seconds:g} s"

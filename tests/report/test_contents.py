@@ -87,7 +87,7 @@ def test_the_command_writes_and_never_overwrites(tmp_path: Path, capsys: pytest.
 def test_places_that_hold_no_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match="a folder; supported: the name of a file"):
         report.write(tmp_path, force=True)
-    with pytest.raises(errors.ArgumentError, match="supported: a file in a folder that exists. Fix: mkdir -p"):
+    with pytest.raises(errors.ArgumentError, match=r"supported: a file in a folder that exists\. Fix: mkdir -p"):
         report.write(tmp_path / "missing" / "page.html")
 
 

@@ -177,7 +177,8 @@ def test_every_control_has_a_name_and_shows_its_focus(visit: Visit) -> None:
                }"""
         )
         seen[path] = outline
-    assert {"theme", "n", "d", "m", "causal", "board", "play", "scrub", "row", "device", "mask", "schedule"} <= set(seen)
+    reached = {"theme", "n", "d", "m", "causal", "board", "play", "scrub", "row", "device", "mask", "schedule"}
+    assert reached <= set(seen)
     assert "none" not in seen.values()
 
 
@@ -228,7 +229,13 @@ def test_the_theme_can_be_chosen(visit: Visit) -> None:
 
 def test_less_motion_is_respected(visit: Visit) -> None:
     page = visit("#n=64&d=8&m=512", reduced_motion="reduce").page
-    page.evaluate("() => { window.changes = 0; const { draw } = board; board.draw = (...all) => (changes++, draw(...all)); }")
+    page.evaluate(
+        """() => {
+             window.changes = 0;
+             const { draw } = board;
+             board.draw = (...all) => { changes += 1; draw(...all); };
+           }"""
+    )
     page.select_option("#speed", "16")
     page.click("#play")
     page.wait_for_timeout(1200)

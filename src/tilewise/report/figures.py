@@ -27,11 +27,14 @@ SETS = tuple(
 )
 
 
+FIRST = Walk(512, 16, 4096, "v2", False)
+
+
 @dataclass(frozen=True)
 class Initial:
     """What the page shows first."""
 
-    walk: Walk = Walk(512, 16, 4096, "v2", False)
+    walk: Walk = FIRST
     device: str = "h200"
 
 

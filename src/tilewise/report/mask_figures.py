@@ -30,7 +30,8 @@ def _first_keys(b: Any, h: Any, q: Any, k: Any) -> Any:
 def shown() -> list[Shown]:
     """The masks of the viewer."""
     documents = Document.from_lengths(DOCUMENTS)
-    longformer = BlockMask.longformer(SEQLEN, block=16, window_blocks=2, global_blocks=1)
+    longformer = BlockMask.longformer(SEQLEN, block=16, window_blocks=2)
+    asked = f"mask=BlockMask.longformer({SEQLEN}, block=16, window_blocks=2)"
     return [
         Shown("causal", "attention(q, k, v, causal=True)", Causal()),
         Shown("window", "attention(q, k, v, window=(63, 0))", Window(63, 0)),
@@ -49,12 +50,12 @@ def shown() -> list[Shown]:
         ),
         Shown(
             "block map",
-            f"attention(q, k, v, mask=BlockMask.longformer(\n          {SEQLEN}, block=16, window_blocks=2))",
+            f"attention(q, k, v,\n          {asked})",
             longformer,
         ),
         Shown(
             "block map, causal",
-            f"attention(q, k, v, causal=True, mask=BlockMask.longformer(\n          {SEQLEN}, block=16, window_blocks=2))",
+            f"attention(q, k, v, causal=True,\n          {asked})",
             longformer & Causal(),
         ),
     ]

@@ -12,8 +12,10 @@ from .calls import (
     floor_ms,
     flops,
     hbm_bytes,
+    products,
     score_matrix_bytes,
     standard_hbm_bytes,
+    tensor_bytes,
     visible_pairs,
 )
 from .devices import DEVICES, Device, device, device_of, named
@@ -31,8 +33,10 @@ __all__ = [
     "forms",
     "hbm_bytes",
     "named",
+    "products",
     "score_matrix_bytes",
     "standard_hbm_bytes",
+    "tensor_bytes",
     "tile_rules",
     "visible_pairs",
 ]

@@ -14,7 +14,7 @@ import torch
 
 from .. import sequences
 from ..mask_algebra import Frame, interval
-from ..problem import Inputs, Problem
+from ..problem import DIFFERENTIABLE, Inputs, Problem
 from .devices import Device
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -53,26 +53,38 @@ def _lengths(problem: Problem, inputs: Inputs) -> list[tuple[int, int, int, int]
     return [(m.b, m.b + 1, m.q1 - m.q0, m.k1 - m.k0) for m in found]
 
 
-def flops(problem: Problem, pairs: int, pass_: str = FORWARD) -> int:
-    """Floating-point operations of the products, 2 per multiply-add.
+def products(problem: Problem, pairs: int, pass_: str = FORWARD) -> dict[str, int]:
+    """Floating-point operations of each matrix product, 2 per multiply-add.
 
     Forward: ``S = QKᵀ`` and ``O = PV``. Backward: S again, ``dP = dO Vᵀ``, ``dV = Pᵀ dO``, ``dQ = dS K``,
     ``dK = dSᵀ Q`` (2.5 times the forward where both head dims agree).
     """
-    d, d_v = problem.head_dim, problem.head_dim_v
-    return 2 * pairs * (d + d_v) if pass_ == FORWARD else 2 * pairs * (3 * d + 2 * d_v)
+    scores, values = 2 * pairs * problem.head_dim, 2 * pairs * problem.head_dim_v
+    if pass_ == FORWARD:
+        return {"S = QKᵀ": scores, "O = PV": values}
+    return {"S = QKᵀ": scores, "dP = dO Vᵀ": values, "dV = Pᵀ dO": values, "dQ = dS K": scores, "dK = dSᵀ Q": scores}
+
+
+def flops(problem: Problem, pairs: int, pass_: str = FORWARD) -> int:
+    """Floating-point operations of all products."""
+    return sum(products(problem, pairs, pass_).values())
+
+
+def tensor_bytes(problem: Problem, inputs: Inputs, pass_: str = FORWARD) -> dict[str, int]:
+    """Bytes of each tensor that a pass reads or writes: inputs and results, and in the backward their gradients."""
+    moved = {name: _bytes(x) for name, x in zip(inputs._fields, inputs, strict=True) if x is not None}
+    rows = inputs.q.shape.numel() // problem.head_dim
+    moved["o"] = rows * problem.head_dim_v * problem.out_dtype.itemsize
+    moved["lse"] = rows * problem.compute_dtype.itemsize
+    if pass_ == BACKWARD:
+        moved["do"] = moved["o"]
+        moved |= {f"d{name}": moved[name] for name in DIFFERENTIABLE if name in moved}
+    return moved
 
 
 def hbm_bytes(problem: Problem, inputs: Inputs, pass_: str = FORWARD) -> int:
-    """Bytes over HBM if each tensor crosses once: inputs and results, and in the backward their gradients."""
-    read = sum(_bytes(x) for x in inputs if x is not None)
-    rows = inputs.q.shape.numel() // problem.head_dim
-    out = rows * problem.head_dim_v * problem.out_dtype.itemsize
-    lse = rows * problem.compute_dtype.itemsize
-    if pass_ == FORWARD:
-        return read + out + lse
-    grads = sum(_bytes(x) for x in inputs[:6] if x is not None)
-    return read + 2 * out + lse + grads
+    """Bytes over HBM if each of a pass's tensors crosses once."""
+    return sum(tensor_bytes(problem, inputs, pass_).values())
 
 
 def _bytes(x: torch.Tensor) -> int:
