@@ -146,7 +146,7 @@ def test_backward_counts_are_the_closed_forms(n: int, b_r: int, b_c: int, causal
         assert counts.peak_hbm == 8 * nd + 2 * n
 
 
-@pytest.mark.parametrize("n, d, m", [(64, 4, 64), (64, 8, 256), (32, 4, 16), (48, 4, 128)])
+@pytest.mark.parametrize("n, d, m", [(48, 4, 64), (64, 8, 256), (12, 4, 16), (48, 4, 128)])
 def test_the_papers_tile_fits_and_one_more_row_does_not(n: int, d: int, m: int) -> None:
     q, k, v, _ = inputs(n, n, d)
     b = m // (4 * d)
