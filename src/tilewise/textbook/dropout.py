@@ -13,8 +13,8 @@ function of its position alone (see `tilewise.dropout`):
 
 (of all tiles; in general the elements of the visited tiles.) These are elements: in a stored mask a byte or a bit each.
 
-Source: FlashAttention (Dao et al., 2022), Algorithm 2 line 1 and Algorithm 4 line 1 ("save the pseudo-random number
-generator state R", "set the state to R"); Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+Source: FlashAttention (Dao et al., 2022), Algorithm 2 line 1 and Algorithm 4 line 1 (the generator's state is saved by
+the forward and set again by the backward); Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
 """
 
 from __future__ import annotations

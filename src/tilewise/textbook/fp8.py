@@ -239,7 +239,9 @@ def outlier_channels(x: torch.Tensor, channels: int, gain: float) -> torch.Tenso
     """`x` with its first channels `gain` times as large, as in the keys of many models: every row has them.
 
     e4m3 rounds relatively, so that a large channel does not coarsen the others until they are 2^-15 of it: a rotation
-    gains less here than where an integer format would be used, and less than with scattered outliers.
+    gains less here than where an integer format would be used, and less than with scattered outliers. Measured with two
+    of 64 key channels (N 512, block scales), error over the output's size: gain 10, 0.11 without a rotation and 0.09
+    with one; gain 30, 0.19 and 0.16; gain 100, 0.27 and 0.30, where softmax is all but a choice of one key.
     """
     scaled = x.clone()
     scaled[..., :channels] *= gain
