@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise import dispatch, explain, roofline
+from tilewise import BlockMask, dispatch, explain, roofline
 from tilewise.arguments import prepare
-from tilewise.masks import BlockMask, Document
+from tilewise.masks import Document
 from tilewise.problem import Problem
 from tilewise.score_mods import ScoreMod
 
