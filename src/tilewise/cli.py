@@ -1,9 +1,11 @@
-"""The command line: ``tilewise info``, ``explain``, ``demo``, ``report`` and ``bench``."""
+"""The command line: ``tilewise info``, ``explain``, ``demo``, ``report``, ``quiz`` and ``bench``."""
 
 from __future__ import annotations
 
 import os
 import platform
+import random
+import string
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +21,7 @@ from .demo import run as run_demo
 from .explain import explain as explain_call
 from .report import Initial, Walk
 from .report import write as write_report
+from .textbook.quiz import Question, questions
 
 try:
     import typer
@@ -164,6 +167,45 @@ def report(
     """Write a page that shows the walk over the tiles, its traffic, rooflines, masks and the Hopper pipeline."""
     initial = Initial(Walk(seqlen, head_dim, sram, order, causal), device.lower())
     typer.echo(f"wrote {write_report(out, force=force, initial=initial)}")
+
+
+@app.command()
+def quiz(
+    count: Annotated[int, typer.Option(help="how many questions")] = 10,
+    seed: Annotated[int | None, typer.Option(help="the same questions again; default: other ones each time")] = None,
+    answers: Annotated[bool, typer.Option("--answers", help="print questions and answers instead of asking")] = False,
+) -> None:
+    """Ask about traffic, tiles and numerics; the answers are counted and computed, and so are the mistakes."""
+    seed = random.randrange(10_000) if seed is None else seed
+    asked = questions(count, seed)
+    if not answers and not sys.stdin.isatty():
+        errors.fail(errors.ArgumentError, "stdin", "no terminal", "a terminal to answer on", "pass --answers")
+    right = 0
+    for number, question in enumerate(asked, 1):
+        typer.echo(f"\n{number}. {question.text}")
+        for letter, choice in zip(string.ascii_lowercase, question.choices, strict=False):
+            typer.echo(f"   {letter}) {choice}")
+        solution = f"{string.ascii_lowercase[question.right]}) {question.answer}: {question.why}."
+        if answers:
+            typer.echo(f"   → {solution}")
+            continue
+        correct = _chosen(question) == question.right
+        right += correct
+        typer.echo(f"   {'Right' if correct else 'No'}: {solution}")
+    score = "" if answers else f"{right} of {len(asked)} right. "
+    typer.echo(f"\n{score}These questions again: tilewise quiz --count {count} --seed {seed}")
+
+
+def _chosen(question: Question) -> int:
+    """The index of the choice whose letter is typed; asks until there is one."""
+    letters = string.ascii_lowercase[: len(question.choices)]
+
+    def index(text: str) -> int:
+        if len(text) != 1 or text.lower() not in letters:
+            raise typer.BadParameter(f"got {text!r}; supported: one of {', '.join(letters)}")
+        return letters.index(text.lower())
+
+    return typer.prompt("  ", value_proc=index, prompt_suffix="> ")
 
 
 # The benchmarks read their own options, so that they run on machines that have neither typer nor rich.
