@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from textbook.cases import CUTS, close, inputs, oracle, oracle_gradients
 from tilewise import BlockMask, errors
@@ -39,6 +41,44 @@ def test_v2_is_exact(cut: tuple[int, int, int, int, bool]) -> None:
     expected = oracle_gradients(q, k, v, do, causal=causal)
     for loop in LOOPS:
         close(backward.backward(Machine(), (q, k, v), out, do, blocks, loop=loop), expected)
+
+
+@settings(max_examples=40)
+@given(
+    st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 6), st.integers(1, 6)),
+    st.tuples(st.booleans(), st.integers(0, 1 << 30)),
+)
+def test_any_cut_with_any_tiles_is_exact_and_costs_its_visits(
+    sizes: tuple[int, int, int, int], how: tuple[bool, int]
+) -> None:
+    (n_q, n_k, b_q, b_k), (causal, seed), d = sizes, how, 3
+    q, k, v, do = inputs(n_q, n_k, d, seed=seed)
+    shape = (-(-n_q // b_q), -(-n_k // b_k))
+    tiles = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.7
+    blocks = Blocks(b_q, b_k, causal, tiles)
+    arguments = {"causal": causal, "mask": BlockMask(tiles[None, None], b_q, b_k)}
+    one, two, back = Machine(), Machine(), Machine()
+    v1 = flash_v1.forward(one, q, k, v, blocks)
+    v2 = flash_v2.forward(two, q, k, v, blocks)
+    o, lse = oracle(q, k, v, **arguments)
+    close((v1.o, v1.m + v1.l.log(), *v2), (o, lse, o, lse))
+    close(
+        backward.backward(back, (q, k, v), v2, do, blocks, loop="separate"),
+        oracle_gradients(q, k, v, do, **arguments),
+    )
+
+    grid = blocks.grid(n_q, n_k)
+    height, width = ([r.stop - r.start for r in cuts] for cuts in (grid.rows, grid.columns))
+    seen = [(height[i], width[j]) for i in range(shape[0]) for j in grid.keys_seen(i)]
+    keys = sum(width[j] for j in range(shape[1]) if grid.rows_seeing(j))
+    rows, columns = sum(r for r, _ in seen), sum(c for _, c in seen)
+    assert one.counts.traffic == n_q * d + 2 * n_q + 2 * d * keys + rows * (3 * d + 4)
+    assert two.counts.traffic == 2 * n_q * d + n_q + 2 * d * columns
+    once = 2 * n_q * d + n_q + 4 * n_k * d + 3 * n_q * d + 2 * n_q
+    assert back.counts.traffic == once + rows * (2 * d + 2) + 2 * d * columns
+    pairs = sum(r * c for r, c in seen)
+    assert one.counts.flops.matmul == two.counts.flops.matmul == 4 * d * pairs
+    assert back.counts.flops.matmul == 14 * d * pairs
 
 
 def test_scale_is_passed_on() -> None:
