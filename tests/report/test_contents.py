@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from tilewise import cli, errors, report, roofline
 from tilewise.report import mask_figures, pipeline
 from tilewise.report.figures import SETS, Initial, figures
-from tilewise.report.pipeline import ALONE, EXP, HEAD_DIMS, OVERLAPPED, PING_PONG, TENSOR, TOGETHER
 from tilewise.report.walks import MAX_TILES, Walk, check
 from tilewise.roofline import forms
 from tilewise.textbook import flash_v1, flash_v2, standard
@@ -107,34 +105,23 @@ def test_masks_show_the_pairs_of_their_definition(shown: mask_figures.Shown) -> 
         assert sum(counts) == (mask_figures.SEQLEN // block) ** 2
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("schedule", pipeline.SCHEDULES)
-def test_the_pipeline_keeps_its_order(schedule: str, head_dim: int) -> None:
-    spans = pipeline.simulate(schedule, head_dim)
-    work = {(span.who, span.kind, span.label): span for span in spans if span.lane in (1, 2)}
-    loads = {span.label: span.end for span in spans if span.kind == "load"}
-    consumers = 1 if schedule == ALONE else 2
-    assert len(work) == 3 * consumers * pipeline.TILES
-    for who in range(1, consumers + 1):
-        for tile in map(str, range(1, pipeline.TILES + 1)):
-            qk, softmax, pv = (work[who, kind, tile] for kind in ("qk", "softmax", "pv"))
-            assert loads[f"K{tile}"] <= qk.start
-            assert loads[f"V{tile}"] <= pv.start
-            assert qk.end <= softmax.start < softmax.end <= pv.start
-    if schedule == TOGETHER:
-        return
-    for lane in (TENSOR, EXP):
-        served = sorted((span for span in spans if span.lane == lane), key=lambda span: span.start)
-        assert all(first.end <= second.start for first, second in pairwise(served)), "a unit serves one at a time"
+@pytest.mark.parametrize("head_dim", pipeline.HEAD_DIMS)
+@pytest.mark.parametrize("name", pipeline.SCHEDULES)
+def test_every_step_of_the_pipeline_is_drawn(name: str, head_dim: int) -> None:
+    line = pipeline.timeline(name, head_dim)
+    drawn = [span for interval in line.intervals for span in pipeline.spans(interval)]
+    assert len(line.intervals) == pipeline.TILES * (2 + 3 * 2)  # K and V; S, P and O of two consumers
+    assert len(drawn) == len(line.intervals) + pipeline.TILES * 3 * 2
+    assert {span.lane for span in drawn} == set(range(len(pipeline.LANES)))
+    assert all(span.lane == span.who for span in drawn if span.lane in (1, 2))
+    assert max(span.end for span in drawn) == line.cycles
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", pipeline.HEAD_DIMS)
 def test_each_idea_of_the_pipeline_pays(head_dim: int) -> None:
-    runs = {name: pipeline.simulate(name, head_dim) for name in pipeline.SCHEDULES}
-    ends = {name: max(span.end for span in spans) for name, spans in runs.items()}
-    assert ends[OVERLAPPED] <= ends[PING_PONG] < ends[TOGETHER] < 2 * ends[ALONE]
-    tensor = {name: pipeline.busy(spans, TENSOR) for name, spans in runs.items()}
-    assert tensor[ALONE] < tensor[PING_PONG] <= tensor[OVERLAPPED] <= 1
+    cycles = {name: pipeline.timeline(name, head_dim).cycles for name in pipeline.SCHEDULES}
+    alone, in_step, *hidden = cycles.values()
+    assert alone > in_step > max(hidden)
 
 
 def test_figures_are_those_of_the_library() -> None:

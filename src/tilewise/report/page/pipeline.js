@@ -1,12 +1,12 @@
-// The timeline of one Hopper thread block: who works when, and what is left idle. Simulated in Python, drawn here.
+// The timeline of one Hopper thread block: who works when, and what is left idle. Simulated by the textbook, drawn here.
 const pipelines = (() => {
   const { byId } = panels;
   const ROW = 46;
   const KINDS = {
     load: ["var(--stats)", "TMA loads"],
-    qk: ["var(--q)", "S = QKᵀ"],
+    scores: ["var(--q)", "S = QKᵀ"],
     softmax: ["var(--s)", "softmax"],
-    pv: ["var(--v)", "O += PV"],
+    values: ["var(--v)", "O += PV"],
   };
   let figures = null;
 
@@ -32,7 +32,7 @@ const pipelines = (() => {
     for (const span of run.spans) block(drawing, span, x);
     svg.add(drawing.root, "line", { class: "axis", x1: x(run.cycles), x2: x(run.cycles), y1: 4, y2: 10 + lanes.length * ROW, "stroke-dasharray": "3 3" });
     svg.add(drawing.root, "text", { x: x(run.cycles), y: 26 + lanes.length * ROW, "text-anchor": "end" }, `${format.count(run.cycles)} cycles`);
-    svg.legend(byId("pipe-legend"), [...Object.values(KINDS), ["transparent", "A, B: whose; numbers: key tiles"]]);
+    svg.legend(byId("pipe-legend"), [...Object.values(KINDS), [null, "A, B: whose; numbers: key tiles"]]);
   }
 
   // Lanes of consumers show products above softmaxes, those of units the first consumer above the second.
@@ -53,12 +53,12 @@ const pipelines = (() => {
     const host = byId("pipe-table");
     host.replaceChildren();
     const head = svg.html(svg.html(host, "thead"), "tr");
-    for (const name of ["schedule", "cycles per tile and consumer", "tensor cores busy", "exp units busy"]) svg.html(head, "th", { scope: "col" }, name);
+    for (const name of ["schedule", "cycles", "tensor cores busy", "exp units busy"]) svg.html(head, "th", { scope: "col" }, name);
     const body = svg.html(host, "tbody");
     for (const other of runs) {
       const row = svg.html(body, "tr", other === run ? { class: "chosen" } : {});
       svg.html(row, "th", { scope: "row" }, other.name);
-      for (const text of [format.count(other.cycles / other.tiles), `${(100 * other.tensor).toFixed(0)} %`, `${(100 * other.exp).toFixed(0)} %`]) svg.html(row, "td", {}, text);
+      for (const text of [format.count(other.cycles), `${(100 * other.tensor).toFixed(0)} %`, `${(100 * other.exp).toFixed(0)} %`]) svg.html(row, "td", {}, text);
     }
   }
 

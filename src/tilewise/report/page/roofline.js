@@ -3,7 +3,8 @@ const rooflines = (() => {
   const { byId } = panels;
   const IDEAS = [
     { key: "standard", colour: "var(--s)", text: "standard: S and P through HBM" },
-    { key: "once", colour: "var(--q)", text: "tiled: each tensor once" },
+    { key: "v2", colour: "var(--q)", text: "tiled, v2 from one SM's SRAM" },
+    { key: "once", colour: "var(--v)", text: "each tensor once, as caches allow" },
   ];
   let figures = null;
 
@@ -19,7 +20,10 @@ const rooflines = (() => {
 
   function roof() {
     const { device, d, pass, mask, at } = chosen();
-    const points = figures.costs[d][pass][mask];
+    const points = { ...figures.costs[d][pass][mask] };
+    // The walk over the tiles is of the forward.
+    if (pass === "forward") points.v2 = points.once.map(({ flops }, index) => ({ flops, bytes: figures.traffic[device.name][d][mask].v2[index] }));
+    const ideas = IDEAS.filter(({ key }) => key in points);
     const n = figures.lengths[at];
     byId("roof-n-out").textContent = `N = ${format.count(n)}`;
     byId("roof-n").setAttribute("aria-valuetext", byId("roof-n-out").textContent);
@@ -35,12 +39,12 @@ const rooflines = (() => {
     svg.add(drawing.root, "line", { class: "axis", x1: sx(ridge), x2: sx(ridge), y1: sy(peak), y2: box.bottom, "stroke-dasharray": "3 4" });
     svg.add(drawing.root, "text", { x: sx(ridge) + 6, y: box.bottom - 8 }, `balance ${ridge.toFixed(0)} FLOP/B`);
     svg.add(drawing.root, "text", { class: "strong", x: box.right, y: sy(peak) - 8, "text-anchor": "end" }, `${format.short(peak)}FLOP/s`);
-    for (const { key, colour } of IDEAS) trail(drawing, scales, points[key], attained, colour, at);
+    for (const { key, colour } of ideas) trail(drawing, scales, points[key], attained, colour, at);
     const decode = figures.decode[d][at];
     const x = sx(decode.flops / decode.bytes);
     const y = sy(attained(decode.flops / decode.bytes));
-    svg.add(drawing.root, "path", { d: `M${x} ${y - 7}l7 7l-7 7l-7 -7z`, fill: "var(--v)", stroke: "var(--surface)", "stroke-width": 2 });
-    svg.legend(byId("roof-legend"), [...IDEAS.map(({ key, colour, text }) => [colour, `${text}, ${intensityText(points[key][at])}`]), ["var(--v)", `decoding, one query, ${intensityText(decode)}`]]);
+    svg.add(drawing.root, "path", { d: `M${x} ${y - 7}l7 7l-7 7l-7 -7z`, fill: "var(--o)", stroke: "var(--surface)", "stroke-width": 2 });
+    svg.legend(byId("roof-legend"), [...ideas.map(({ key, colour, text }) => [colour, `${text}, ${intensityText(points[key][at])}`]), ["var(--o)", `decoding, one query, ${intensityText(decode)}`]]);
     floors(points, at, device, pass);
   }
 

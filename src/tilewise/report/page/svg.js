@@ -59,14 +59,16 @@ const svg = (() => {
     add(drawing.root, "path", { d, fill: "none", stroke: colour, "stroke-width": 2.5, "stroke-linejoin": "round", ...extra });
   }
 
-  // Entries [colour or "hatch", text].
+  // Entries [colour, "hatch" or null for no key, text].
   function legend(host, entries) {
     host.replaceChildren();
     for (const [colour, text] of entries) {
       const entry = html(host, "span");
-      const key = html(entry, "i", { "aria-hidden": "true" });
-      if (colour === "hatch") key.className = "hatch";
-      else key.style.background = colour;
+      if (colour !== null) {
+        const key = html(entry, "i", { "aria-hidden": "true" });
+        if (colour === "hatch") key.className = "hatch";
+        else key.style.background = colour;
+      }
       entry.append(text);
     }
   }
