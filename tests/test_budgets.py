@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CODE = [path for part in ("src", "tests", "tools", "benchmarks") for path in sorted((ROOT / part).rglob("*.py"))]
 PACKAGE = [path for path in CODE if path.is_relative_to(ROOT / "src")]
+PAGE = [path for path in sorted((ROOT / "src" / "tilewise" / "report" / "page").iterdir()) if path.is_file()]
 
 FILE_LINES = 500
 HOST_LINES, KERNEL_LINES = 60, 120
@@ -59,7 +60,7 @@ def parameters(function: Function) -> int:
     return len([name for name in names if name not in ("self", "cls")]) + bool(a.vararg) + bool(a.kwarg)
 
 
-@pytest.mark.parametrize("path", CODE, ids=label)
+@pytest.mark.parametrize("path", CODE + PAGE, ids=label)
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= FILE_LINES
 

@@ -72,6 +72,7 @@ def main() -> None:
         python = install(wheel, folder / "venv")
         run(folder, python, "-W", "error", "-c", PROBE)
         run(folder, python.parent / "tilewise", "--help")
+        run(folder, python.parent / "tilewise", "report")  # from files that are no Python
 
 
 if __name__ == "__main__":

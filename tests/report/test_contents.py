@@ -97,6 +97,13 @@ def test_the_page_is_one_file_without_addresses() -> None:
     assert len(page.encode()) < 400_000
 
 
+def test_every_file_of_the_page_is_in_it() -> None:
+    folder = Path(report.__file__).parent / "page"
+    assert {path.stem for path in folder.glob("*.js")} == set(report.SCRIPTS)
+    page = report.render()
+    assert all(path.read_text("utf-8").strip() in page for path in folder.iterdir() if path.suffix in (".js", ".css"))
+
+
 @pytest.mark.parametrize("shown", mask_figures.shown(), ids=lambda shown: shown.name)
 def test_masks_show_the_pairs_of_their_definition(shown: mask_figures.Shown) -> None:
     (found,) = (mask for mask in mask_figures.figures() if mask["name"] == shown.name)
