@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test gpu sanitize check lint types build table format clean
+.PHONY: help setup browser demo test gpu sanitize check lint types build table format clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -32,10 +32,21 @@ $(STAMP): pyproject.toml requirements/constraints.txt requirements/triton.txt
 	  $(BIN)/python -m pip install -q $(PIP_ARGS) -r requirements/triton.txt
 	@touch $@
 
+browser: ## Install Chromium, which the tests of the report's page drive. No-op where it is on PATH.
+	@for name in chromium chromium-browser google-chrome google-chrome-stable; do \
+	  if command -v $$name >/dev/null; then exit 0; fi; \
+	done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  export DEBIAN_FRONTEND=noninteractive; \
+	  apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	else \
+	  echo "Chromium is missing, so tests of the report's page will fail. On Debian or Ubuntu: apt install chromium"; \
+	fi
+
 demo: setup ## Train a small model on real text with tiled attention, beside PyTorch's own.
 	$(BIN)/tilewise demo $(ARGS)
 
-test: setup ## Run the tests.
+test: setup browser ## Run the tests.
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
 
 gpu: setup ## Run the tests that need a GPU, and the conformance suite on it. One process: they fill its memory.
