@@ -50,7 +50,8 @@ def questions(count: int = 10, seed: int = 0) -> list[Question]:
     """
     if count < 1:
         errors.fail(errors.ArgumentError, "count", count, "a positive integer", "ask for one question at least")
-    rng, made = random.Random(seed), []
+    rng = random.Random(seed)
+    made: list[Question] = []
     while len(made) < count:
         made += [make(rng) for make in rng.sample(MAKERS, len(MAKERS))]
     return made[:count]
