@@ -23,6 +23,14 @@ const panels = (() => {
     return (p.order === "v1" ? `Write O, m and ℓ of ${rows} back.` : `Divide O by ℓ, write O and L = m + log ℓ of ${rows}. They are finished.`) + last;
   }
 
+  // What the order of the loops means for traffic.
+  function order({ order: chosen, keyTiles, rowTiles }) {
+    const times = (count) => (count === 1 ? "once" : `${format.count(count)} times`);
+    return chosen === "v1"
+      ? `Version 1 takes keys in the outer loop: K and V are read once, but Q, O and every row's m and ℓ come back for each tile of keys, up to ${times(keyTiles)}, and O is divided by ℓ each time.`
+      : `Version 2 takes queries in the outer loop: O, m and ℓ stay on chip and O is written once, while K and V are read for each tile of rows, up to ${times(rowTiles)}.`;
+  }
+
   // Elements on chip after `done` steps, by buffer.
   function onChip(walk, done) {
     const p = walk.plan;
@@ -197,5 +205,5 @@ const panels = (() => {
     }
   }
 
-  return { words, sram, race, row, touches, paint, byId };
+  return { words, order, sram, race, row, touches, paint, byId };
 })();

@@ -56,6 +56,7 @@ const traversal = (() => {
     state.walk = schedule.walk(values);
     state.computed = board.computedAt(state.walk);
     byId("notes").textContent = [...extraNotes, ...notes].join(" ");
+    byId("order-note").textContent = panels.order(state.walk.plan);
     byId("scrub").max = state.walk.steps.length;
     show(values);
     follow(values.row);
