@@ -128,7 +128,9 @@ def section(part: Section, number: int, names: dict[str, Any]) -> tuple[list[str
         lines.append(f"| {' | '.join([*cells, f'**{found.verdict}**', found.why])} |")
         code.append(f">>> # {number + offset}")
         for expression, value in found.code:
-            code += [*doctest_lines(expression), repr(value)]
+            code += doctest_lines(expression)
+            if value is not None:  # of which a session shows nothing
+                code.append(repr(value))
     return [*lines, "", "```python", *code, "```", ""], verdicts
 
 

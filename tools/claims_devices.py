@@ -232,8 +232,8 @@ def pays(keys, overhead=5e-6, heads=8):
             "1 < threshold(8, h200.sms) and not pays(128) and pays(4096)",
             "H200, batch 1, 8 KV heads, d 128: with a second kernel of two tile times from «threshold(8, h200.sms)» "
             "key tiles on; with one of 5 µs from «next(keys for keys in range(1, 4096) if pays(keys))» keys on. It "
-            "is a property of batch × heads and of that kernel, not one number; for «h200.sms» tasks there is none "
-            "(«threshold(h200.sms, h200.sms)»)",
+            "is a property of batch × heads and of that kernel, not one number; for «h200.sms» tasks it is "
+            "«threshold(h200.sms, h200.sms)»",
             rule="true",
             says="pays above a threshold",
         ),
