@@ -140,6 +140,13 @@ def error(q, k, rotate=None, granularity="block"):
     "Root mean square error of attention in e4m3."
     return fp8.rmse(fp8.attention(q, k, v, granularity, rotate=rotate), fp8.attention_exact(q, k, v))
 
+def paper_inputs(n, d):
+    "Error with one scale for the tensor over error with block scales and rotation, on the paper's inputs."
+    x = fp8.outliers(3, 1, n, d, seed=0)
+    exact = fp8.attention_exact(*x)
+    plain, both = fp8.attention(*x, "tensor"), fp8.attention(*x, "block", rotate=0)
+    return round(fp8.rmse(plain, exact) / fp8.rmse(both, exact), 1)
+
 def lowers(q, k, granularity="block"):
     "Error without rotation over the error with it."
     return round(error(q, k, None, granularity) / error(q, k, 0, granularity), 1)
@@ -175,6 +182,16 @@ def lowers(q, k, granularity="block"):
             "nothing («lowers(q, k)»×), with outliers in k alone little («lowers(q, loud(k))»×)",
             rule="true",
             says="lowers it",
+        ),
+        Claim(
+            "Block scales and rotation have 2.6× less error than one scale for the tensor",
+            SHAH24,
+            "2.6",
+            "paper_inputs(1024, 64)",
+            "inputs as published, N(0, 1) with 0.1 % of entries ten times as wide; shapes and seed are not. The "
+            "direction is certain, the size is a matter of which entries are drawn: d 128 gives "
+            "«paper_inputs(512, 128)»×",
+            "×",
         ),
     ],
 )
