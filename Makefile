@@ -1,5 +1,6 @@
 # Every target sets up what it needs. Variables: PYTHON (3.10 or later), PIP_ARGS (extra arguments to pip),
-# ARGS (extra arguments to the demo or to pytest), WORKERS (test processes), GPU_BACKENDS (of make gpu).
+# ARGS (extra arguments to the demo or to pytest), WORKERS (test processes), GPU_BACKENDS (of make gpu),
+# TRITON and ALL_TILES (of make compat).
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
@@ -8,13 +9,18 @@ ARGS ?=
 WORKERS ?= auto
 # What `make gpu` tests; on a GPU other than Hopper: make gpu GPU_BACKENDS=triton
 GPU_BACKENDS ?= triton hopper
+# What `make compat` tests: the oldest and the newest Triton that the package supports, each with every shipped tile;
+# ALL_TILES=0 compiles a sample.
+TRITON ?= 3.6.0 3.9.0
+ALL_TILES ?= 1
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+COMPAT := $(TRITON:%=compat-%)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test gpu sanitize check lint types build table format clean
+.PHONY: help setup browser demo test compat gpu sanitize check lint types build table format clean $(COMPAT)
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +54,19 @@ demo: setup ## Train a small model on real text with tiled attention, beside PyT
 
 test: setup browser ## Run the tests.
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
+
+compat: $(COMPAT) ## Compile and interpret the kernels with the oldest and the newest Triton: minutes of every core.
+
+$(COMPAT): compat-%: build/triton-%/.stamp
+	@PYTHONPATH=$(CURDIR)/$(<D) $(BIN)/python -c 'import triton; assert triton.__version__ == "$*", triton'
+	PYTHONPATH=$(CURDIR)/$(<D) TILEWISE_ALL_TILES=$(ALL_TILES) \
+	  $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --dist=worksteal tests/kernels $(ARGS)
+
+# Beside the environment, which keeps its own Triton; PyTorch is not installed again.
+build/triton-%/.stamp: | setup
+	rm -rf $(@D)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --target $(@D) --no-deps triton==$*
+	@touch $@
 
 gpu: setup ## Run the tests that need a GPU, and the conformance suite on it. One process: they fill its memory.
 	$(BIN)/python -m pytest -q tests/conformance tests/gpu $(GPU_BACKENDS:%=--backend %) $(ARGS)

@@ -15,14 +15,13 @@ _TOOLS = Path(compiler.__file__).parent / "bin"
 _TARGET = re.compile(r"\bBRA(?:\.\w+)* .*?(\.L_x_\d+)")
 
 
-def instructions(ptx: str) -> tuple[list[str], dict[str, int]]:
-    """SASS for Hopper, one instruction an entry, and where its labels are."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_text(ptx)
-        command = [compiler.get_ptxas(90).path, "--gpu-name=sm_90a", str(source), "-o", str(binary)]
-        subprocess.run(command, check=True, capture_output=True)
-        listing = subprocess.run([_TOOLS / "nvdisasm", "-c", binary], check=True, capture_output=True, text=True).stdout
+def instructions(cubin: bytes) -> tuple[list[str], dict[str, int]]:
+    """SASS, one instruction an entry, and where its labels are."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(cubin)
+        binary.flush()
+        command = [_TOOLS / "nvdisasm", "-c", binary.name]
+        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     body: list[str] = []
     labels = {}
     for line in listing.splitlines():
@@ -63,9 +62,9 @@ def _shortest(followers: list[list[int]], first: int, last: int) -> list[int] | 
     return None
 
 
-def hot_loops(ptx: str, products: int) -> list[list[str]]:
+def hot_loops(cubin: bytes, products: int) -> list[list[str]]:
     """The shortest way around each loop that has exactly so many matrix instructions."""
-    body, labels = instructions(ptx)
+    body, labels = instructions(cubin)
     followers = _followers(body, labels)
     found = []
     for last, text in enumerate(body):

@@ -1,21 +1,20 @@
 """Compile kernels for a GPU that is not there, from the calls that the backend itself makes.
 
-Every launch is caught and compiled for the target instead; ptxas tells registers, spills and shared memory.
+Every launch is caught and compiled for the target instead, as Triton itself does it; what its ptxas says tells
+registers, spills and shared memory.
 """
 
 from __future__ import annotations
 
+import io
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.compiler import compile as compile_source
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -36,16 +35,16 @@ class Compiled:
     spilled: int
     log: str
     ptx: str
-    sass: Callable[[], str]
+    cubin: bytes
 
 
-def _ptxas(ptx: str, arch: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", str(source), "-o", f"{source}.o"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def _compiled(source: ASTSource, target: GPUTarget, options: Any) -> tuple[Any, str]:
+    """The kernel, and what ptxas says of it: of this run, for what a cache holds comes without."""
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(io.StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True
+        result = compile_source(source, target=target, options=options.__dict__)
+    return result, said.getvalue()
 
 
 def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -> Compiled:
@@ -59,8 +58,7 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
     options, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, options)
     dialect = GluonASTSource if kernel.is_gluon() else ASTSource
     source = dialect(kernel, signature, constants, attributes)
-    result = compile_source(source, target=target, options=options.__dict__)
-    log = _ptxas(result.asm["ptx"], arch)
+    result, log = _compiled(source, target, options)
     (registers,) = re.findall(r"Used (\d+) registers", log)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     return Compiled(
@@ -70,7 +68,7 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
         spilled,
         log,
         result.asm["ptx"],
-        lambda: result.asm["sass"],
+        result.asm["cubin"],
     )
 
 

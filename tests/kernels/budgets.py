@@ -1,0 +1,75 @@
+"""What compiled kernels may take: what was measured, and a little more. Whoever changes one on purpose records it anew.
+
+Each record is for Triton 3.6 and for 3.9. Triton 3.9 compiles for Hopper with ptxas 13.4 instead of 12.8, and tells it
+to allocate registers at level 2, around a defect of that one: so it spills several times what it does unasked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import triton
+
+T = TypeVar("T")
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+class Budget(NamedTuple):
+    """Instructions of a whole key tile in the loop, accesses of local memory there, and bytes spilled in the kernel."""
+
+    instructions: int
+    spills: int = 0
+    spilled: int = 256
+
+
+def of(records: tuple[T, T]) -> T:
+    """The record for this Triton."""
+    return records[VERSION >= (3, 9)]
+
+
+# Bytes spilled by the kernels in plain Triton, by dtype class.
+TRITON: dict[str, tuple[int, int]] = {"16bit": (640, 1350), "32bit": (800, 1800)}
+
+# Hopper's, by head dim: of calls without a mask, and of causal ones and windows.
+PLAIN: dict[int, tuple[Budget, Budget]] = {
+    64: (Budget(335), Budget(330)),
+    96: (Budget(370), Budget(410)),
+    128: (Budget(360), Budget(365)),
+    192: (Budget(295), Budget(310)),
+    256: (Budget(350, 1), Budget(310, 1, 512)),
+}
+BAND: dict[int, tuple[Budget, Budget]] = {
+    64: (Budget(350), Budget(340, 0, 560)),
+    96: (Budget(395, 0, 350), Budget(470, 8, 2400)),
+    128: (Budget(365, 0, 450), Budget(380, 5, 1950)),
+    192: (Budget(300, 1, 300), Budget(350, 5, 1350)),
+    256: (Budget(385, 14, 1200), Budget(330, 20, 2400)),
+}
+# Of calls with many keys a row, at head dim 64, with three consumers: without a mask, and causal.
+LONG_ROWS: dict[bool, tuple[Budget, Budget]] = {
+    False: (Budget(335), Budget(355, 24, 1500)),
+    True: (Budget(350, 4, 2000), Budget(390, 48, 4500)),
+}
+# At head dim 128.
+VARIANTS: dict[str, tuple[Budget, Budget]] = {
+    "packed": (Budget(350), Budget(345)),
+    "packed_causal": (Budget(360, 0, 420), Budget(385, 10, 2100)),
+    "packed_window": (Budget(365, 0, 380), Budget(375, 4, 2000)),
+    "softcap": (Budget(750), Budget(760)),
+    "alibi": (Budget(600, 0, 300), Budget(575, 0, 820)),
+    "sinks": (Budget(355), Budget(365)),
+    "bias": (Budget(920, 0, 350), Budget(945, 16, 1000)),
+    "dropout": (Budget(1075), Budget(1075)),
+    "score_mod": (Budget(945), Budget(955, 0, 1350)),
+    "documents": (Budget(380, 7, 850), Budget(390, 3, 2200)),
+    "block_mask": (Budget(370, 0, 460), Budget(385, 3, 1700)),
+    "predicate": (Budget(1940, 77, 1000), Budget(1930, 68, 2100)),
+    "out_dtype": (Budget(355), Budget(345)),
+}
+# Digests of both consumers' loops without a mask, as Triton 3.6.0 compiles them. An option that is absent must not
+# change them.
+LOOPS = {
+    64: ["1271133c8a60", "3778e6eb653b"],
+    128: ["5e8ab30f1f06", "ec35267fe9fe"],
+    256: ["8caad8b6bd5c", "c4c7be1af430"],
+}
