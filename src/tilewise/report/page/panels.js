@@ -5,22 +5,22 @@ const panels = (() => {
   const paint = (name) => `var(--${name})`;
   const byId = (id) => document.getElementById(id);
 
-  function range(first, count) {
-    return count === 1 ? `${first}` : `${first}–${first + count - 1}`;
+  function range(name, first, count) {
+    return count === 1 ? `${name} ${first}` : `${name}s ${first}–${first + count - 1}`;
   }
 
   function words(walk, done) {
     const p = walk.plan;
     if (done === 0) return "Nothing has moved yet: Q, K and V are in HBM, SRAM is empty.";
     const [kind, i, j] = walk.steps[done - 1];
-    const rows = i < 0 ? "" : `rows ${range(i * p.rows, p.rowsOf(i))}`;
-    const keys = j < 0 ? "" : `keys ${range(j * p.keys, p.keysOf(j))}`;
+    const rows = i < 0 ? "" : range("row", i * p.rows, p.rowsOf(i));
+    const keys = j < 0 ? "" : range("key", j * p.keys, p.keysOf(j));
     const last = done === walk.steps.length ? " That was the last step." : "";
     if (kind === START) return "Write O = 0, ℓ = 0 and m = −∞ to HBM: version 1 keeps every row's state there between visits.";
     if (kind === KEYS) return `Load K and V of ${keys}.`;
     if (kind === QUERIES) return p.order === "v1" ? `Load Q, and back again O, m and ℓ, of ${rows}.` : `Load Q of ${rows}; O = 0, ℓ = 0, m = −∞ start on chip.`;
     if (kind === COMPUTE) return `Scores of ${rows} × ${keys}${p.cut(i, j) ? ", the diagonal runs through" : ""}: update m, rescale ℓ and O by α, add P·V.`;
-    return (p.order === "v1" ? `Write O, m and ℓ of ${rows} back.` : `Divide O by ℓ, write O and L = m + log ℓ of ${rows}. They are finished.`) + last;
+    return (p.order === "v1" ? `Write O, m and ℓ of ${rows} back.` : `Divide O by ℓ, write O and L = m + log ℓ of ${rows}.`) + last;
   }
 
   // What the order of the loops means for traffic.
@@ -110,7 +110,9 @@ const panels = (() => {
     const moved = at.read + at.written;
     if (done < walk.steps.length) {
       node.className = "verdict";
-      node.textContent = `Closed forms: tiled ${format.count(expected)}, standard ${format.count(full)}.`;
+      const other = walk.plan.order === "v1" ? "v2" : "v1";
+      const there = schedule.closedForm({ ...walk.plan, order: other });
+      node.textContent = `Closed forms: ${walk.plan.order} ${format.count(expected)}, ${other} ${format.count(there.read + there.written)}, standard ${format.count(full)}.`;
       return;
     }
     const agree = moved === expected && at.read === form.read;
@@ -156,10 +158,16 @@ const panels = (() => {
     const [left, right] = pictures(byId("history"));
     maxima(left, states, seen);
     outputs(right, walk.plan, state, states);
+    rowVerdict(finished ? rowstate.difference(walk.plan, at, states) : null);
+  }
+
+  // `off`: how far the finished row is from softmax over all of it; null while it is not finished.
+  function rowVerdict(off) {
     const node = byId("row-verdict");
-    const off = finished ? rowstate.difference(walk.plan, at, states) : 0;
-    node.className = `verdict ${finished ? (off < 1e-9 ? "good" : "bad") : ""}`;
-    node.textContent = finished ? `✓ Equal to softmax over the whole row: largest difference ${off.toExponential(1)}.` : "α = exp(m − m′) brings ℓ and O to the new maximum before the tile's share is added.";
+    const equal = off < 1e-9;
+    node.className = `verdict ${off === null ? "" : equal ? "good" : "bad"}`;
+    if (off === null) node.textContent = "α = exp(m − m′) brings ℓ and O to the new maximum before the tile's share is added.";
+    else node.textContent = `${equal ? "✓ Equal to" : "✗ Not"} softmax over the whole row: largest difference ${off.toExponential(1)}.`;
   }
 
   function pictures(host) {
