@@ -69,3 +69,14 @@ def test_the_demo_takes_steps_seed_and_folder(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(cli, "run_demo", seen.append)
     cli.demo(steps=3, seed=7, out=tmp_path)
     assert (seen[0].steps, seen[0].seed, seen[0].out) == (3, 7, tmp_path)
+
+
+def test_a_report_that_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("mine")
+    for arguments, text in ((("--device", "h300", "--force"), "device: got 'h300'"), ((), "Fix: pass --force")):
+        found = tilewise_command("report", "--out", str(out), *arguments)
+        assert found.returncode == 2
+        assert text in found.stderr
+        assert "Traceback" not in found.stderr
+    assert out.read_text() == "mine"
