@@ -357,6 +357,7 @@ def test_a_replayed_call_enters_few_functions(machine: Machine, backend: str) ->
         if event == "call" and frame.f_globals["__name__"].partition(".")[0] in ("tilewise", "torch", "triton"):
             entered.append(frame.f_code.co_name)
 
+    rounds: list[list[str]] = []
     for _ in range(3):
         entered.clear()
         sys.setprofile(profile)
@@ -364,5 +365,8 @@ def test_a_replayed_call_enters_few_functions(machine: Machine, backend: str) ->
             tilewise.attention(*inputs, causal=True, backend=backend)
         finally:
             sys.setprofile(None)
+        rounds.append(list(entered))
     assert len(machine.replayed) == 4
-    assert len(entered) <= FUNCTIONS, entered
+    # What else happens to run meanwhile, such as a collection of garbage, is not in every round.
+    fewest = min(rounds, key=len)
+    assert len(fewest) <= FUNCTIONS, fewest
