@@ -16,8 +16,6 @@ import triton.language as tl
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import INTERPRETED, Sequence
 
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 class Rows(NamedTuple):
     """A tensor [B, S, H, D] with its strides in elements; packed ones [T, H, D] have batch stride 0."""
@@ -140,20 +138,6 @@ def dot_add(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def exact_shift(m, scale):
-    """Per row a scale and a shift such that ``s * scale - shift`` is 0 where the raw score s is its maximum `m`.
-
-    One fused instruction computes it, whose product is not rounded while that of `m` was: the difference grows with
-    the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
-    factor of two serves as well, and it multiplies exactly. Between the maximum and the exponentials there is nothing
-    else to do, so both products are at hand before it is known which is wanted.
-    """
-    whole = ((tl.zeros((), tl.float32) + scale).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    huge = tl.abs(m) > 1e8 / scale
-    return tl.where(huge, whole, scale), tl.where(huge, m * whole, m * scale)
 
 
 @triton.jit

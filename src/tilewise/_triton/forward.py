@@ -14,11 +14,10 @@ import triton.language as tl
 from ..kernels import score
 from ..kernels.call import prepare
 from ..kernels.replay import Tape
-from ..kernels.score import LOG2E
+from ..kernels.score import LN2, LOG2E
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import device, launch
-from .device import LN2
 
 
 @triton.jit
@@ -38,11 +37,7 @@ def _attend(
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         if not variant.fold:
-            if variant.mod is None and variant.bias is None:
-                # Positions serve distances alone, which can be counted from the tile: its keys are always the same.
-                s = score.scores(s, variant, extra, seq, rows - n0, offs_n[None, :]).s
-            else:
-                s = score.scores(s, variant, extra, seq, rows, keys).s
+            s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
         if MASKED:
             seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
@@ -53,8 +48,8 @@ def _attend(
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         if variant.fold:
             # Scaling and subtracting the maximum are one instruction here.
-            scale, shift = device.exact_shift(m_safe, variant.scale * LOG2E)
-            p = tl.exp2(s * scale[:, None] - shift[:, None])  # [M, N]
+            scale = score.exact_scale(m_safe, tl.zeros((), tl.float32) + variant.scale * LOG2E)
+            p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
             alpha = tl.exp2((m_i - m_safe) * (variant.scale * LOG2E))
         else:
             p = tl.exp2(s - m_safe[:, None])

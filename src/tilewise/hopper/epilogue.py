@@ -6,13 +6,11 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..kernels.score import LOG2E
+from ..kernels.score import LN2, LOG2E
 from .pipeline import cta_barrier, tma_store
 from .products import scaled
 from .scores import each_row, unit_of
 from .work import first_row, heads_of, low
-
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -66,12 +64,13 @@ def totals(scale, shift, l_i, seq, rows, io, variant, shape):
     ROWS: gl.constexpr = scale.type.layout
     l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
     m_i = shift * (unit_of(io.qk_scale, variant) / scale)
-    rest = gl.full([64], 1.0, gl.float32, ROWS)
+    rest = each_row(rows, 1.0)
     if io.sinks is not None:
         sink = each_row(rows, 0.0) + gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
         m_all = gl.maximum(m_i, sink)
-        rest = gl.exp2(m_i - gl.where(m_all == float("-inf"), 0.0, m_all))
-        l_i = l_i * rest + gl.exp2(sink - gl.where(m_all == float("-inf"), 0.0, m_all))
+        m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
+        rest = gl.exp2(m_i - m_safe)
+        l_i = l_i * rest + gl.exp2(sink - m_safe)
         m_i = m_all
     return m_i, l_i, rest
 

@@ -172,11 +172,11 @@ def step(
             poison = poisoned(v, i, seq, tile, rows, j, consumers.agreement, band, variant, extra, shape, W)
     p = scores.weights(s, scale, shift)
     sums = scores.partial_sums(p)
-    outgrown = scores.outgrown(sums)
+    checked = sums
     if shape.CLEAN:
-        outgrown = scores.outgrown(sums + scores.spread(poison, sums))
+        checked += scores.spread(poison, sums)
     flags_smem = consumers.flags.index(W)
-    flags_smem.store(scores.by_warp(outgrown))
+    flags_smem.store(scores.by_warp(scores.outgrown(checked)))
     acc, tail, p16 = added(acc, tail, p16, shape)
     p32 = packed(p, io.q_desc.dtype)
     release(v, i - 1)

@@ -57,13 +57,7 @@ def keys_from(n0, N: gl.constexpr):
 @gluon.jit
 def modified(s, variant, extra, seq, rows, n0):
     """Scores in base 2 of products, for whatever is more than a scale."""
-    N: gl.constexpr = s.shape[1]
-    keys = keys_from(n0, N)
-    if variant.mod is None and variant.bias is None:
-        # Positions serve distances alone, which can be counted from the tile: its columns are the same in every tile.
-        keys = keys_from(0, N)
-        rows = rows - n0
-    return score.scores(s, variant, extra, seq, rows[:, None], keys).s
+    return score.scores_from(s, variant, extra, seq, rows[:, None], n0, keys_from(0, s.shape[1])).s
 
 
 @gluon.jit
@@ -131,14 +125,9 @@ def reference(s, scale, shift, unit):
     """What a row is measured by from now on: its maximum so far, of `unit` times the scores `s` and of what it was.
 
     Returns scale and shift for `weights`, the shift with 0 for -inf, and the factor on what has been summed before.
-    Scaling and subtracting are one instruction, whose product is not rounded while the shift is: the difference grows
-    with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
-    factor of two serves as scale as well, and it multiplies exactly.
     """
     m_new = gl.maximum(shift / scale, gl.max(s, 1))  # [M]
-    whole = (unit.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-    huge = (gl.abs(m_new) > 1e8 / unit) & (m_new != float("-inf"))
-    new_scale = gl.where(huge, whole, unit)
+    new_scale = gl.where(m_new == float("-inf"), unit, score.exact_scale(m_new, unit))
     new_shift = m_new * new_scale
     safe = gl.where(new_shift == float("-inf"), 0.0, new_shift)
     return new_scale, new_shift, safe, gl.exp2(shift * (new_scale / scale) - safe)

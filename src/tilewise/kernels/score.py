@@ -18,6 +18,7 @@ from triton.language.extra import libdevice
 
 # exp2 is one instruction, so softmax runs in base 2.
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 # The interpreter multiplies bf16 tiles as if they were integers, and knows no library functions.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -148,6 +149,31 @@ def scores(qk, variant, extra, seq, rows, keys):
     if variant.bias is not None:
         s += bias_tile(variant, seq, rows, keys).to(tl.float32) * LOG2E
     return Chain(s, tanh_x, capped)
+
+
+@triton.jit
+def scores_from(qk, variant, extra, seq, rows, n0, offs):
+    """`scores` of the keys ``n0 + offs``.
+
+    Where positions serve distances alone, they are counted from the tile, whose keys are then always the same.
+    """
+    if variant.mod is None and variant.bias is None:
+        chain = scores(qk, variant, extra, seq, rows - n0, offs)
+    else:
+        chain = scores(qk, variant, extra, seq, rows, n0 + offs)
+    return chain
+
+
+@triton.jit
+def exact_scale(m, scale):
+    """Per row a scale of raw scores by which ``scale * s - scale * m`` is 0 where the score s is the maximum `m`.
+
+    Scaling and subtracting are one instruction, whose product is not rounded while that of `m` is: the difference grows
+    with the score and passes what exp2 can hold. From 1e8 on a score is known to 8 at best, so a power of two within a
+    factor of two serves as scale as well, and it multiplies exactly.
+    """
+    whole = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(m) > 1e8 / scale, whole, scale)
 
 
 @triton.jit
