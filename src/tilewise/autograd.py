@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
-from . import checks, dispatch, problem
+from . import checks, dispatch, problem, sharding
 from .errors import UnsupportedError, fail
 from .interning import at_compile_time
 from .problem import DIFFERENTIABLE, Inputs, Options, Problem
@@ -25,9 +25,9 @@ _INPUTS = (
 )
 _N_INPUTS = len(Inputs._fields)
 
-_library = torch.library.Library("tilewise", "DEF")
-_library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-_library.define(f"backward(Tensor out, Tensor lse, Tensor? do, Tensor? dlse, str needs, {_INPUTS}) -> Tensor[]")
+library = torch.library.Library("tilewise", "DEF")
+library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
+library.define(f"backward(Tensor out, Tensor lse, Tensor? do, Tensor? dlse, str needs, {_INPUTS}) -> Tensor[]")
 
 
 def _problem(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs]:
@@ -86,8 +86,8 @@ def _no_vmap(*_: Any) -> NoReturn:
 
 
 for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
-    _library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_library)
+    library.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 
 class _Attention(torch.autograd.Function):
@@ -188,6 +188,8 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
     """Output and LSE of a checked call, differentiable where its inputs ask for it."""
     extras: list[torch.Tensor] = []
     spec = options.encode(extras)
+    if sharding.is_sharded(inputs):
+        inputs, extras = sharding.on_mesh(inputs, extras)
     tensors: Sequence[torch.Tensor | None] = (*inputs, *extras)
     if torch.compiler.is_compiling():
         _refuse_transforms()

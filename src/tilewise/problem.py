@@ -63,7 +63,7 @@ class Options:
 
 def decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
     """The inverse of `Options.encode`."""
-    mask, align, mod, softcap, scale, keep, deterministic, out, backend, needs_grad, validate = _literal(spec)
+    mask, align, mod, softcap, scale, keep, deterministic, out, backend, needs_grad, validate = literal(spec)
     return Options(
         mask=masks.decode(mask, tensors),
         align=align,
@@ -80,7 +80,8 @@ def decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
 
 
 @lru_cache(maxsize=1024)
-def _literal(spec: str) -> Any:
+def literal(spec: str) -> Any:
+    """What `Options.encode` wrote, as plain data: the fields of `Options` in their order."""
     return ast.literal_eval(spec)
 
 
