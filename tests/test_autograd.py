@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilewise
-from tilewise import BlockMask, Causal, Document, Predicate, PrefixLM, ScoreMod, Window, reference
+from tilewise import BlockMask, Causal, Document, Interval, Predicate, PrefixLM, ScoreMod, Window, reference
 from tilewise.errors import UnsupportedError
 
 NAMES = ("q", "k", "v")
@@ -265,6 +265,7 @@ def tenfold(s: Any, *position: Any) -> Any:
         Causal(),
         Window(2, None),
         Document.from_lengths([3, 4]),
+        Interval(hi=torch.arange(7)),
         PrefixLM(torch.tensor([1, 2])),
         BlockMask.longformer(7, block=2),
         Predicate(beyond),

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise
-from tilewise import BlockMask, Causal, Document, Predicate, PrefixLM, ScoreMod, Window, interning
+from tilewise import BlockMask, Causal, Document, Interval, Predicate, PrefixLM, ScoreMod, Window, interning
 from tilewise.problem import Options
 
 # Dynamo and AOTAutograd, which is where calls can go wrong; no code generation.
@@ -204,6 +204,7 @@ def test_masks_from_outside() -> None:
         *(Window(c, 1) for c in (1, 2)),
         Causal("top_left"),
         *(Document(ids.roll(c)) for c in (0, 1)),
+        *(Interval(lo=c * ids, hi=torch.arange(9) + c) for c in (0, 1)),
         *(PrefixLM(c) for c in (2, 3)),
         *(PrefixLM(torch.tensor([c])) for c in (2, 4)),
         *(BlockMask.longformer(9, block=2, global_blocks=n) for n in (0, 1)),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise
-from tilewise import BlockMask, Causal, Document, PrefixLM, Window, errors, masks
+from tilewise import BlockMask, Causal, Document, Interval, PrefixLM, Window, errors, masks
 from tilewise.mask_algebra import Frame, Mask, Positions, interval
 from tilewise.masks import Dense, Full, Predicate
 
@@ -60,7 +60,9 @@ def ids(draw: Any, length: int) -> torch.Tensor:
 @st.composite
 def leaf(draw: Any, seqlen_q: int, seqlen_k: int) -> Mask:
     kind = draw(
-        st.sampled_from(["full", "causal", "window", "document", "prefix", "lengths", "blocks", "dense", "modulo"])
+        st.sampled_from(
+            ["full", "causal", "window", "document", "interval", "prefix", "lengths", "blocks", "dense", "modulo"]
+        )
     )
     bound = st.one_of(st.none(), st.integers(0, 12), st.just(10**30))
     if kind == "causal":
@@ -69,6 +71,9 @@ def leaf(draw: Any, seqlen_q: int, seqlen_k: int) -> Mask:
         return Window(draw(bound), draw(bound))
     if kind == "document":
         return Document(ids(draw, seqlen_q), ids(draw, seqlen_k))
+    if kind == "interval":
+        lo, hi = (2 * ids(draw, seqlen_q) + shift for shift in (-3, 4))
+        return Interval(draw(st.sampled_from([None, lo])), draw(st.sampled_from([None, hi.int()])))
     if kind == "prefix":
         return PrefixLM(draw(st.integers(0, 20)))
     if kind == "lengths":
@@ -129,8 +134,14 @@ def test_from_mask_covers_the_mask_tightly(case: tuple[Mask, int, int, int], blo
 
 @pytest.mark.parametrize("off", [0, 3])
 def test_simple_masks_need_no_element_test(off: int) -> None:
+    bounds = torch.arange(7)
     plain = [Full(), Causal(), Window(2, 1), PrefixLM(3), Document.from_lengths([2, 0, 5])]
-    for mask in [*plain, Causal() & Window(3, None), Causal() & Document.from_lengths([2, 5]) & PrefixLM(2)]:
+    for mask in [
+        *plain,
+        Interval(bounds - 2, bounds),
+        Causal() & Window(3, None),
+        Causal() & Document.from_lengths([2, 5]) & PrefixLM(2),
+    ]:
         low = mask.lower(frame(7, 7, off))
         assert low.residual is None and low.blocks is None
 

@@ -22,6 +22,7 @@ Q, K, V = (
 
 Q_IDS = torch.tensor([[0, 0, 1, 1, 2, 2, 2], [3, 0, 3, 0, 1, 1, 9]])
 K_IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 0, 3, 3, 2])
+LO, HI = torch.tensor([[-4, 0, 1, 2, 5, 5, 9], [3, 3, 3, 8, 8, 12, 0]]), torch.tensor([0, 1, 40, 5, 5, 6, 11])
 DENSE = torch.rand(B, 1, SQ, SK, generator=GENERATOR) > 0.4
 TILES = torch.rand(1, HQ, 3, 3, generator=GENERATOR) > 0.4
 PREFIX = torch.tensor([2, 6])
@@ -40,6 +41,8 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
         lambda b, h, i, j: i - 2 <= j <= i + 1 and j <= i,
     ),
     "document": ({"mask": masks.Document(Q_IDS, K_IDS)}, lambda b, h, i, j: Q_IDS[b, i] == K_IDS[j]),
+    "interval": ({"mask": tilewise.Interval(LO, HI)}, lambda b, h, i, j: LO[b, i] <= j < HI[i]),
+    "interval_lo": ({"mask": tilewise.Interval(lo=HI - 2)}, lambda b, h, i, j: j >= HI[i] - 2),
     "prefix": ({"mask": tilewise.PrefixLM(3)}, lambda b, h, i, j: j < 3 or j <= i + OFF),
     "prefix_tensor": ({"mask": tilewise.PrefixLM(PREFIX)}, lambda b, h, i, j: j < PREFIX[b] or j <= i + OFF),
     "predicate": ({"mask": lambda b, h, q, k: (b + h + q) % 2 == k % 2}, lambda b, h, i, j: (b + h + i) % 2 == j % 2),

@@ -4,7 +4,7 @@ from . import errors, masks
 from .api import attention, attention_varlen
 from .block_masks import BlockMask
 from .explain import Explanation, explain
-from .masks import Causal, Document, Predicate, PrefixLM, Window
+from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
 from .score_mods import ScoreMod
 from .softmax import merge_states
 
@@ -15,6 +15,7 @@ __all__ = [
     "Causal",
     "Document",
     "Explanation",
+    "Interval",
     "Predicate",
     "PrefixLM",
     "ScoreMod",

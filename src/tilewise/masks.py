@@ -109,7 +109,7 @@ def _check_ids(name: str, ids: Any) -> None:
             name,
             shown,
             "an int32 or int64 tensor [S] or [B, S]",
-            "pass one integer id per position",
+            "pass one integer per position",
         )
 
 
@@ -201,6 +201,56 @@ class Document(Mask):
             return f"('document',{len(tensors) - 1},None,{self.contiguous!r})"
         tensors.append(self.k_ids)
         return f"('document',{len(tensors) - 2},{len(tensors) - 1},{self.contiguous!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class Interval(Mask):
+    """Row i sees key j iff ``lo[i] <= j < hi[i]``: padding on either side, chunks, a cache that is part full.
+
+    Args:
+        lo: int32/int64 [seqlen_q] or [B, seqlen_q]: the first key that each row sees; None: 0.
+        hi: the same for the key after the last one; None: seqlen_k. Both may lie outside the keys, and a row with
+            ``hi <= lo`` sees nothing.
+
+    Example:
+        >>> import torch, tilewise
+        >>> x = torch.randn(2, 5, 1, 8)
+        >>> pads = torch.tensor([[2], [0]]).expand(2, 5)      # the first member has two keys of padding on its left
+        >>> out = tilewise.attention(x, x, x, causal=True, mask=tilewise.Interval(lo=pads))
+        >>> torch.allclose(out[:1, 2:], tilewise.attention(x[:1, 2:], x[:1, 2:], x[:1, 2:], causal=True), atol=1e-6)
+        True
+    """
+
+    lo: torch.Tensor | None = None
+    hi: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, bound in (("Interval.lo", self.lo), ("Interval.hi", self.hi)):
+            if bound is not None:
+                _check_ids(name, bound)
+
+    def visible(self, at: Positions) -> torch.Tensor:
+        seen = torch.ones((), dtype=torch.bool, device=at.k.device)
+        if self.lo is not None:
+            seen = seen & (at.k >= _lookup_rows(self.lo, at.b, at.q))
+        if self.hi is not None:
+            seen = seen & (at.k < _lookup_rows(self.hi, at.b, at.q))
+        return seen
+
+    def lower(self, frame: Frame) -> Lowered:
+        row_lo, row_hi = (
+            None if side is None else _rows(side, frame.b0, frame.b1, frame.seqlen_q).clamp(0, frame.seqlen_k).int()
+            for side in (self.lo, self.hi)
+        )
+        return Lowered(row_lo=row_lo, row_hi=row_hi)
+
+    def encode(self, tensors: list[torch.Tensor]) -> str:
+        places = []
+        for side in (self.lo, self.hi):
+            places.append(None if side is None else len(tensors))
+            if side is not None:
+                tensors.append(side)
+        return f"('interval',{places[0]!r},{places[1]!r})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,6 +393,8 @@ def decode(node: Any, tensors: tuple[torch.Tensor, ...]) -> Mask:
     if tag == "document":
         q_ids, k_ids, contiguous = args
         return Document(tensors[q_ids], None if k_ids is None else tensors[k_ids], contiguous)
+    if tag == "interval":
+        return Interval(*(None if side is None else tensors[side] for side in args))
     if tag == "predicate":
         return Predicate(lookup(args[0]), decode_aux(args[1], tensors))
     if tag == "blocks":

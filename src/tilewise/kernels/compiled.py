@@ -355,7 +355,11 @@ class _Composer:
             prefix = self.call("_at", at, _slots(self.put(mask.prefix), 1), "(b, )")
             return f"(k < {prefix}) | (k <= q + off)"
         if isinstance(mask, masks.Document):
-            return " == ".join(self.document(ids, x) for ids, x in ((mask.q_ids, "q"), (mask.keys, "k")))
+            return " == ".join(self.of_row(ids, x) for ids, x in ((mask.q_ids, "q"), (mask.keys, "k")))
+        if isinstance(mask, masks.Interval):
+            sides = ((mask.lo, "k >= "), (mask.hi, "k < "))
+            tests = [f"({sign}{self.of_row(ids, 'q')})" for ids, sign in sides if ids is not None]
+            return " & ".join(tests) or "k >= 0"
         if isinstance(mask, masks.Dense):
             return self.grid(mask.grid(), "q", "k")
         if isinstance(mask, BlockMask):
@@ -371,7 +375,7 @@ class _Composer:
             errors.UnsupportedError, "mask", type(mask).__name__, "the masks of tilewise.masks", "use Predicate"
         )
 
-    def document(self, ids: torch.Tensor, position: str) -> str:
+    def of_row(self, ids: torch.Tensor, position: str) -> str:
         ids = ids if ids.ndim == 2 else ids[None]
         return self.call("_id_at", id_at, _slots(self.put(ids), 2, with_sizes=False), "b", position)
 

@@ -42,8 +42,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lambda": {"mask": masks.Predicate(lambda b, h, q, k: k % 3 != 1)},
     "dense": {"mask": draw(1, 2, 37, 45) > 0},
     "documents": {"mask": masks.Document(IDS[:37], IDS)},
+    "interval": {"mask": masks.Interval(IDS[:37] * 7 - 3, IDS[None, :37].int() * 20 + 9), "window": (40, 9)},
     "prefix": {"mask": masks.PrefixLM(torch.tensor([11])), "window": (None, 30)},
     "either": {"mask": (masks.Causal() & masks.Window(3, None)) | masks.PrefixLM(4) | masks.Document(IDS[:37], IDS)},
+    "either_interval": {"mask": masks.Interval(hi=IDS[:37]) | masks.Interval(IDS[:37] + 20, IDS[:37] * 20)},
     "blocks": {"mask": BlockMask(torch.tensor([[[[True, False], [True, True]]]]), 32, 32)},
     "blocks_odd": {"mask": BlockMask(draw(1, 2, 2, 7) > -0.5, 20, 7), "causal": True},
 }
