@@ -8,12 +8,12 @@ arrangement per call and traces under `torch.compile(fullgraph=True)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from . import checks, dispatch, problem, sharding
+from . import batching, checks, dispatch, problem, sharding
 from .errors import UnsupportedError, fail
 from .interning import at_compile_time
 from .problem import DIFFERENTIABLE, Inputs, Options, Problem
@@ -80,9 +80,24 @@ def _backward_fake(
     return [getattr(inputs, name).new_empty(getattr(inputs, name).shape) for name in needs.split()]
 
 
-def _no_vmap(*_: Any) -> NoReturn:
-    fix = "fold the mapped dimension into the batch: x.flatten(0, 1)"
-    fail(UnsupportedError, "attention", "a call, or a gradient, under torch.vmap", "batched tensors", fix)
+def _forward_vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+    tensors, static = (*arguments[:_N_INPUTS], *arguments[_N_INPUTS]), arguments[_N_INPUTS + 1 :]
+
+    def run(*xs: Any) -> Any:
+        return torch.ops.tilewise.forward(*xs[:_N_INPUTS], list(xs[_N_INPUTS:]), *static)
+
+    return batching.mapped(run, static[0], None, tensors, (*dims[:_N_INPUTS], *dims[_N_INPUTS]), info.batch_size)
+
+
+def _backward_vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+    stats, needs, (*inputs, extras, spec, max_seqlen_q, max_seqlen_k) = arguments[:4], arguments[4], arguments[5:]
+    where = (*dims[:4], *dims[5 : 5 + _N_INPUTS], *dims[5 + _N_INPUTS])
+
+    def run(*xs: Any) -> Any:
+        return _gradients(needs, (spec, max_seqlen_q, max_seqlen_k), *xs)
+
+    results, dim = batching.mapped(run, spec, needs, (*stats, *inputs, *extras), where, info.batch_size)
+    return list(results), dim
 
 
 for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
@@ -92,8 +107,6 @@ for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _
 
 class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v, bias, ALiBi slopes and sinks, through the output and the LSE."""
-
-    vmap = staticmethod(_no_vmap)
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -105,6 +118,15 @@ class _Attention(torch.autograd.Function):
         ctx.static = inputs[:3]
         ctx.save_for_backward(*output, *inputs[3:])
         ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
+        """Each element's result, differentiable by what lies outside of the map."""
+
+        def run(*tensors: Any) -> Any:
+            return _Attention.apply(*arguments[:3], *tensors)
+
+        return batching.mapped(run, arguments[0], None, arguments[3:], dims[3:], info.batch_size)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
@@ -137,12 +159,20 @@ def _gradients(needs: str, static: tuple[str, int, int], *tensors: Any) -> tuple
 class _FirstOrder(torch.autograd.Function):
     """The backward pass, with a backward of its own that says that there is none."""
 
-    vmap = staticmethod(_no_vmap)
     forward = staticmethod(_gradients)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         """Nothing to keep: there is no second derivative."""
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], needs: str, static: tuple[str, int, int], *tensors: Any) -> Any:
+        """Each element's gradients."""
+
+        def run(*xs: Any) -> Any:
+            return _FirstOrder.apply(needs, static, *xs)
+
+        return batching.mapped(run, static[0], needs, tensors, dims[2:], info.batch_size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -196,7 +226,7 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
         tensors = _unshared(tensors)
     elif forward_ad._current_level >= 0:
         _refuse_tangents(inputs)
-    # Under a transform, the function and not the operator: it knows what to say of vmap.
+    # Under a transform, the function and not the operator: which tensors need a gradient is hidden there.
     if options.needs_grad or (not torch.compiler.is_compiling() and _in_transform()):
         return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *tensors)
     return torch.ops.tilewise.forward(*tensors[:_N_INPUTS], tensors[_N_INPUTS:], spec, max_seqlen_q, max_seqlen_k)
@@ -220,7 +250,7 @@ def _refuse_transforms() -> None:
     if _in_transform():
         fix = "transform the eager function, or compile one that calls torch.autograd.grad"
         got = "a torch.func transform (grad, vjp, vmap, jvp) inside torch.compile"
-        fail(UnsupportedError, "attention", got, "torch.func outside torch.compile, except vmap and jvp", fix)
+        fail(UnsupportedError, "attention", got, "torch.func outside torch.compile, except jvp", fix)
 
 
 def _refuse_tangents(inputs: Inputs) -> None:

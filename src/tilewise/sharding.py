@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from . import axes
 from .errors import UnsupportedError, fail
 from .interning import at_compile_time
-from .problem import DIFFERENTIABLE, Inputs, literal
+from .problem import DIFFERENTIABLE, Inputs
 
 # What a mesh dimension may divide.
 BATCH, HEADS = "batch", "heads"
-_STATS = ("out", "lse", "do", "dlse")
 _registered: list[bool] = []
 
 
@@ -75,7 +75,7 @@ def _forward_rule(schema: Any) -> Any:
 
 def _backward_rule(schema: Any) -> Any:
     stats, needs, arguments = schema.args_schema[:4], schema.args_schema[4], schema.args_schema[5:]
-    named = [(name, x) for name, x in zip(_STATS, stats, strict=True) if x is not None]
+    named = [(name, x) for name, x in zip(axes.STATS, stats, strict=True) if x is not None]
     return _strategies(schema, named, needs.split(), arguments)
 
 
@@ -88,15 +88,14 @@ def _strategies(schema: Any, stats: Sequence[Any], results: Sequence[str], argum
     inputs, (extras, spec, *_) = arguments[: len(Inputs._fields)], arguments[len(Inputs._fields) :]
     packed = inputs[Inputs._fields.index("cu_seqlens_q")] is not None
     given = [*stats, *((name, x) for name, x in zip(Inputs._fields, inputs, strict=True) if x is not None)]
-    dims = {name: _dims(name, x.shape, packed) for name, x in given}
-    dims |= {"out": _dims("out", (), packed), "lse": _dims("lse", (), packed)}
-    mask, _, score_mod, *_ = literal(spec)
+    dims = {name: axes.of_tensor(name, x.shape, packed) for name, x in given}
+    dims |= {name: axes.of_tensor(name, (), packed) for name in ("out", "lse")}
     listed = list(getattr(extras, "children", extras))
-    spread = _extras_dims(mask, [x.shape for x in listed])
-    whole = spread is None or score_mod is not None or "dropout_seed" in dims
+    spread = axes.of_extras(spec, [x.shape for x in listed])
+    whole = spread is None or "dropout_seed" in dims
     cuts: list[str | None] = [None] if whole else [None, HEADS] if packed else [None, BATCH, HEADS]
     tensors = [*(x for _, x in given), *listed]
-    wanted = [*(dims[name] for name, _ in given), *((spread or {}).get(i, (None, None)) for i in range(len(listed)))]
+    wanted = [*(dims[name] for name, _ in given), *(spread or [(None, None)] * len(listed))]
     mesh, found = schema.get_mesh_from_args(), OpStrategy([])
     heads_kv = inputs[1].shape[-2]
     for combination in _combinations(cuts, mesh.shape, heads_kv):
@@ -123,7 +122,7 @@ def _combinations(cuts: list[str | None], mesh: tuple[int, ...], heads_kv: int) 
             yield combination
 
 
-def _place(cut: str | None, where: tuple[int | None, int | None], gradient: bool = False) -> Any:
+def _place(cut: str | None, where: axes.Axes, gradient: bool = False) -> Any:
     """The placement of a tensor whose batch and head dimensions are `where`; a gradient of what all share is summed."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -133,41 +132,3 @@ def _place(cut: str | None, where: tuple[int | None, int | None], gradient: bool
     if dim is not None:
         return Shard(dim)
     return Partial() if gradient else Replicate()
-
-
-def _dims(name: str, shape: Sequence[int], packed: bool) -> tuple[int | None, int | None]:
-    """Which dimensions of a tensor are batch and heads."""
-    if name in ("q", "k", "v", "out", "do"):
-        return (None, 1) if packed else (0, 2)
-    if name in ("lse", "dlse"):
-        return (None, 0) if packed else (0, 1)
-    if name == "bias":
-        return _grid_dims(shape)
-    if name == "alibi_slopes":
-        return (0, 1) if len(shape) == 2 else (None, 0)
-    return (None, 0) if name == "sinks" else (None, None)
-
-
-def _grid_dims(shape: Sequence[int]) -> tuple[int | None, int | None]:
-    """The same for a tensor that broadcasts to [B, Hq, Sq, Sk]."""
-    rank = len(shape)
-    batch = 0 if rank == 4 and shape[0] > 1 else None
-    heads = rank - 3 if rank >= 3 and shape[rank - 3] > 1 else None
-    return batch, heads
-
-
-def _extras_dims(mask: Any, shapes: list[Sequence[int]]) -> dict[int, tuple[int | None, int | None]] | None:
-    """The same for the tensors of a mask (its literal, see `Mask.encode`), by index; None: it has a user function."""
-    tag, *parts = mask
-    if tag == "predicate":
-        return None
-    if tag in ("and", "or"):
-        sides = [_extras_dims(side, shapes) for side in parts]
-        return None if None in sides else {**(sides[0] or {}), **(sides[1] or {})}
-    if tag in ("dense", "blocks"):
-        return {parts[0]: _grid_dims(shapes[parts[0]])}
-    if tag == "prefix_tensor":
-        return {parts[0]: (0, None)}
-    if tag == "document":
-        return {i: (0 if len(shapes[i]) == 2 and shapes[i][0] > 1 else None, None) for i in parts[:2] if i is not None}
-    return {}
