@@ -3,8 +3,10 @@
 from . import errors, masks
 from .api import attention, attention_varlen
 from .block_masks import BlockMask
+from .cache_api import attention_with_kvcache
 from .explain import Explanation, explain
-from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
+from .kvcache import Rotary
+from .masks import Causal, Document, Predicate, PrefixLM, Window
 from .score_mods import ScoreMod
 from .softmax import merge_states
 
@@ -15,13 +17,14 @@ __all__ = [
     "Causal",
     "Document",
     "Explanation",
-    "Interval",
     "Predicate",
     "PrefixLM",
+    "Rotary",
     "ScoreMod",
     "Window",
     "attention",
     "attention_varlen",
+    "attention_with_kvcache",
     "errors",
     "explain",
     "masks",

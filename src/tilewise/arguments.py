@@ -53,27 +53,51 @@ def prepare(
     if packed:
         checks.offsets(inputs, max_seqlen_q, max_seqlen_k)
     checks.flags(deterministic=deterministic, return_lse=return_lse, validate=validate)
-    total = _mask(causal, window, mask)
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:6])
-    options = Options(
-        mask=total,
-        align=total.alignment() or BOTTOM_RIGHT,
-        score_mod=_score_mod(score_mod, needs_grad),
-        softcap=_positive("softcap", softcap, q.dtype),
-        softmax_scale=_positive("softmax_scale", softmax_scale, q.dtype),
-        dropout_keep=_dropout_keep(dropout_p),
-        deterministic=deterministic,
-        out_dtype=_out_dtype(out_dtype, q.dtype),
-        backend=backend,
-        needs_grad=needs_grad,
-        validate=validate,
-    )
+    options = options_of(
+        q.dtype, needs_grad, causal=causal, window=window, mask=mask, score_mod=score_mod, softcap=softcap,
+        softmax_scale=softmax_scale, dropout_p=dropout_p, deterministic=deterministic, out_dtype=out_dtype,
+        backend=backend, validate=validate,
+    )  # fmt: skip
     problem = Problem.of(inputs, options, max_seqlen_q or 0, max_seqlen_k or 0)
     checks.modifiers(problem, inputs)
     if problem.has_dropout or dropout_seed is not None:
         seed = seed_tensor(dropout_seed, q.device)
         inputs = inputs._replace(dropout_seed=seed if problem.has_dropout else None)
     return problem, inputs, return_lse
+
+
+def options_of(
+    dtype: torch.dtype,
+    needs_grad: bool,
+    *,
+    causal: Any = False,
+    window: Any = None,
+    mask: Any = None,
+    score_mod: Any = None,
+    softcap: Any = None,
+    softmax_scale: Any = None,
+    dropout_p: Any = 0.0,
+    deterministic: bool = False,
+    out_dtype: Any = None,
+    backend: Any = None,
+    validate: bool = False,
+) -> Options:
+    """The options of a call whose q has this dtype, checked; shorthands resolved."""
+    total = _mask(causal, window, mask)
+    return Options(
+        mask=total,
+        align=total.alignment() or BOTTOM_RIGHT,
+        score_mod=_score_mod(score_mod, needs_grad),
+        softcap=_positive("softcap", softcap, dtype),
+        softmax_scale=_positive("softmax_scale", softmax_scale, dtype),
+        dropout_keep=_dropout_keep(dropout_p),
+        deterministic=deterministic,
+        out_dtype=_out_dtype(out_dtype, dtype),
+        backend=backend,
+        needs_grad=needs_grad,
+        validate=validate,
+    )
 
 
 def _mask(causal: bool | str, window: Any, mask: Any) -> Mask:
@@ -91,7 +115,7 @@ def _causal(causal: Any) -> Mask | None:
         return Causal(BOTTOM_RIGHT)
     if not isinstance(causal, str) or causal not in (BOTTOM_RIGHT, TOP_LEFT):
         fix = "True is bottom-right: the last query sees the last key"
-        fail(ArgumentError, "causal", _shown(causal), "False, True, 'bottom_right' or 'top_left'", fix)
+        fail(ArgumentError, "causal", shown(causal), "False, True, 'bottom_right' or 'top_left'", fix)
     return Causal(causal)
 
 
@@ -100,7 +124,7 @@ def _window(window: Any) -> Mask | None:
         return window
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         fix = "one-sided windows are (left, 0) or (left, None)"
-        fail(ArgumentError, "window", _shown(window), "a pair (left, right), a Window, or None", fix)
+        fail(ArgumentError, "window", shown(window), "a pair (left, right), a Window, or None", fix)
     return Window(*window)
 
 
@@ -116,12 +140,12 @@ def _score_mod(score_mod: Any, needs_grad: bool) -> ScoreMod | None:
     return score_mod
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A refused value, short: tensors by their type, for their values may live on a GPU."""
     return type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)[:60]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -129,18 +153,18 @@ def _positive(name: str, value: Any, dtype: torch.dtype) -> float | None:
     """A scale or cap as a float that the compute dtype can hold: what it would round to 0 or infinity is refused."""
     if value is None:
         return None
-    value = constant(value) if _is_number(value) else value
+    value = constant(value) if is_number(value) else value
     held = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-    if not _is_number(value) or not held.tiny <= value <= held.max:
+    if not is_number(value) or not held.tiny <= value <= held.max:
         want = f"a Python number in [{held.tiny:.1e}, {held.max:.1e}], or None"
-        fail(ArgumentError, name, _shown(value), want, "pass None for the default, float(x) for numbers of NumPy")
+        fail(ArgumentError, name, shown(value), want, "pass None for the default, float(x) for numbers of NumPy")
     return float(value)
 
 
 def _dropout_keep(dropout_p: Any) -> int:
-    if not _is_number(dropout_p) or not 0.0 <= dropout_p < 1.0:
+    if not is_number(dropout_p) or not 0.0 <= dropout_p < 1.0:
         want = "a probability of dropping in [0, 1), a Python number"
-        fail(ArgumentError, "dropout_p", _shown(dropout_p), want, "pass 0.0 for no dropout")
+        fail(ArgumentError, "dropout_p", shown(dropout_p), want, "pass 0.0 for no dropout")
     return dropout.keep_threshold(constant(dropout_p))
 
 
@@ -162,6 +186,6 @@ def seed_tensor(seed: Any, device: torch.device) -> torch.Tensor:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         want = "a Python int that fits int64, a scalar int64 tensor, or None"
         fail(
-            ArgumentError, "dropout_seed", _shown(seed), want, "pass int(seed); seed a generator with torch.manual_seed"
+            ArgumentError, "dropout_seed", shown(seed), want, "pass int(seed); seed a generator with torch.manual_seed"
         )
     return torch.full((), seed, dtype=torch.int64, device=device)

@@ -11,12 +11,12 @@ import torch
 from .block_masks import BlockMask
 from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, fail
 from .mask_algebra import Mask, fits
-from .masks import Dense, Document, Interval, Predicate, PrefixLM, parts
+from .masks import Dense, Document, Predicate, PrefixLM, parts
 from .problem import Inputs, Problem
 
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 # What may lie on any device: it is moved to where it is needed.
 _MOVABLE = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 
@@ -27,7 +27,7 @@ def tensors(inputs: Inputs, packed: bool) -> None:
     for name, x in zip(inputs._fields, inputs, strict=True):
         required = name in ("q", "k", "v") or (packed and name in ("cu_seqlens_q", "cu_seqlens_k"))
         if x is not None or required:
-            _plain(name, x)
+            plain(name, x)
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         if x.ndim != (3 if packed else 4):
             fix = "unsqueeze or reshape it; BHSD tensors need .transpose(1, 2)"
@@ -42,7 +42,7 @@ def tensors(inputs: Inputs, packed: bool) -> None:
     _sizes(inputs, packed)
 
 
-def _plain(name: str, x: Any) -> None:
+def plain(name: str, x: Any) -> None:
     """Raise unless `x` is a tensor with strides."""
     if not isinstance(x, torch.Tensor):
         fail(DtypeError, name, type(x).__name__, "a torch tensor", "convert it with torch.as_tensor(...)")
@@ -59,10 +59,10 @@ def _together(inputs: Inputs) -> None:
         fail(DtypeError, "q, k, v", got, "one dtype for all three", "cast them to one dtype, e.g. k.to(q.dtype)")
     for name, x in zip(inputs._fields, inputs, strict=True):
         if x is not None:
-            _device(name, x, q.device, movable=name in _MOVABLE)
+            placed(name, x, q.device, movable=name in _MOVABLE)
 
 
-def _device(name: str, x: torch.Tensor, device: torch.device, movable: bool = False) -> None:
+def placed(name: str, x: torch.Tensor, device: torch.device, movable: bool = False) -> None:
     """Raise unless `x` is on q's device, or can be moved there."""
     if x.device != device and not (movable and "meta" not in (x.device.type, device.type)):
         fail(DeviceError, name, f"{x.device}, q on {device}", "all tensors on q's device", "move it: .to(q.device)")
@@ -77,8 +77,8 @@ def flags(**values: Any) -> None:
 
 def seed(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The dropout seed as a scalar tensor."""
-    _plain("dropout_seed", x)
-    _device("dropout_seed", x, device, movable=True)
+    plain("dropout_seed", x)
+    placed("dropout_seed", x, device, movable=True)
     if x.numel() != 1 or x.dtype != torch.int64:
         got = f"{x.dtype} {list(x.shape)}"
         fail(ArgumentError, "dropout_seed", got, "an int or a scalar int64 tensor", "torch.tensor(seed)")
@@ -142,7 +142,7 @@ def _mask(problem: Problem, mask: Mask) -> None:
     grid = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     if problem.packed and isinstance(mask, (Dense, BlockMask)):
         got = f"a {'boolean tensor' if isinstance(mask, Dense) else 'BlockMask'} with packed sequences"
-        why = "causal, window, Document, Interval, PrefixLM and predicates there, by position inside the member"
+        why = "causal, window, Document, PrefixLM and predicates there, by position inside the member"
         fail(UnsupportedError, "mask", got, why, "pad to a dense call, or express it as a predicate")
     if isinstance(mask, Dense):
         _on_device(problem, "mask", mask.tensor)
@@ -163,10 +163,6 @@ def _mask(problem: Problem, mask: Mask) -> None:
     elif isinstance(mask, Document):
         _ids(problem, "Document.q_ids", mask.q_ids, problem.seqlen_q)
         _ids(problem, "Document.k_ids", mask.keys, problem.seqlen_k)
-    elif isinstance(mask, Interval):
-        for name, bound in (("Interval.lo", mask.lo), ("Interval.hi", mask.hi)):
-            if bound is not None:
-                _ids(problem, name, bound, problem.seqlen_q)
     elif isinstance(mask, PrefixLM) and isinstance(mask.prefix, torch.Tensor):
         _on_device(problem, "PrefixLM.prefix", mask.prefix)
         if mask.prefix.shape != (problem.batch,):
@@ -180,14 +176,13 @@ def _ids(problem: Problem, name: str, ids: torch.Tensor, length: int) -> None:
     _on_device(problem, name, ids)
     enough = ids.shape[-1] >= length if problem.packed else ids.shape[-1] == length
     if not enough or (ids.ndim == 2 and ids.shape[0] not in (1, problem.batch)):
-        want = f"[{length}] or [{problem.batch}, {length}], one value per position"
-        fix = "pass q_ids and k_ids where the lengths differ" if "ids" in name else "pass one bound per row"
-        fail(ShapeError, name, f"shape {list(ids.shape)}", want, fix)
+        want = f"[{length}] or [{problem.batch}, {length}], one id per position"
+        fail(ShapeError, name, f"shape {list(ids.shape)}", want, "pass q_ids and k_ids where the lengths differ")
 
 
 def _on_device(problem: Problem, name: str, x: torch.Tensor) -> None:
-    _plain(name, x)
-    _device(name, x, problem.device)
+    plain(name, x)
+    placed(name, x, problem.device)
 
 
 def _aux(problem: Problem, name: str, aux: tuple[Any, ...]) -> None:
@@ -207,7 +202,7 @@ def offsets(inputs: Inputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
     for name, x in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k), ("seqused_k", used)):
         if x is None:
             continue
-        if x.dtype not in _INTEGERS:
+        if x.dtype not in INTEGERS:
             fail(DtypeError, name, x.dtype, "an int32 or int64 tensor", f"{name}.int()")
         if x.ndim != 1 or (name != "seqused_k" and x.shape[0] < 1):
             want = "[batch + 1], starting at 0" if name != "seqused_k" else "[batch]"
@@ -217,11 +212,16 @@ def offsets(inputs: Inputs, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
         got = f"cu_seqlens_q {list(cu_q.shape)}, cu_seqlens_k {list(cu_k.shape)}"
         got += "" if used is None else f", seqused_k {list(used.shape)}"
         fail(ShapeError, "cu_seqlens", got, "[batch + 1] twice, seqused_k [batch]", "describe the same members in all")
-    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        whole = isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)
-        if not whole or not 0 <= n < 2**63:
-            got = type(n).__name__ if isinstance(n, torch.Tensor) else repr(n)
-            fail(ArgumentError, name, got, "a Python int >= 0", "pass int(lengths.max()), computed once per batch")
+    length("max_seqlen_q", max_seqlen_q)
+    length("max_seqlen_k", max_seqlen_k)
+
+
+def length(name: str, n: Any) -> None:
+    """Raise unless `n` is a length as an int."""
+    whole = isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool)
+    if not whole or not 0 <= n < 2**63:
+        got = type(n).__name__ if isinstance(n, torch.Tensor) else repr(n)
+        fail(ArgumentError, name, got, "a Python int >= 0", "pass int(lengths.max()), computed once per batch")
 
 
 def metadata(problem: Problem, inputs: Inputs) -> None:
@@ -234,7 +234,7 @@ def metadata(problem: Problem, inputs: Inputs) -> None:
         ("k", inputs.cu_seqlens_k, inputs.k.shape[0], problem.seqlen_k),
     ):
         if cu.device.type == "cpu" or problem.options.validate:
-            _offsets_of(name, cu.tolist(), rows, longest)
+            offsets_of(name, cu.tolist(), rows, longest)
     used = inputs.seqused_k
     if used is not None and (used.device.type == "cpu" or problem.options.validate):
         ends = inputs.cu_seqlens_k.tolist()
@@ -244,7 +244,7 @@ def metadata(problem: Problem, inputs: Inputs) -> None:
                 fail(ArgumentError, f"seqused_k[{b}]", n, want, "count only keys that the member has")
 
 
-def _offsets_of(name: str, cu: list[int], rows: int, longest: int) -> None:
+def offsets_of(name: str, cu: list[int], rows: int, longest: int) -> None:
     argument = f"cu_seqlens_{name}"
     if cu[0] != 0:
         fail(ArgumentError, argument, f"a first offset of {cu[0]}", "offsets that start at 0", "prepend 0")

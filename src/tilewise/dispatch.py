@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import errors
+from .kvcache import CacheProblem
 from .problem import Inputs, Problem
 
 # Best first; imported only when a problem may be theirs.
@@ -36,6 +37,17 @@ def reasons(name: str, problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a pass of the problem here; empty if it can."""
     missing = _missing(name)
     return [missing] if missing else module(name).unsupported_reasons(problem, pass_)
+
+
+def cache_reasons(name: str, problem: CacheProblem) -> list[str]:
+    """Why this backend cannot serve a call with a cache here; empty if it can."""
+    missing = _missing(name)
+    if missing:
+        return [missing]
+    backend = module(name)
+    if not hasattr(backend, "attend_cache"):
+        return ["it has no kernel for key/value caches"]
+    return backend.cache_unsupported_reasons(problem)
 
 
 def bind(problem: Problem) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
@@ -92,15 +104,37 @@ def choose(problem: Problem, pass_: str = "forward") -> str:
     """
     wanted = problem.options.backend
     check_name(wanted)
+
+    def why(name: str) -> list[str]:
+        found = reasons(name, problem, pass_)
+        if wanted is not None and problem.options.needs_grad and not found:
+            # Said before the forward pass, not after it.
+            found = reasons(name, problem, "backward")
+        return found
+
+    return _first(wanted, why, "see tilewise.explain(...) for each backend's reasons")
+
+
+def choose_cache(problem: CacheProblem) -> str:
+    """The name of the backend for a call with a cache, as `choose`."""
+    wanted = problem.options.backend
+    check_name(wanted)
+    return _first(wanted, lambda name: cache_reasons(name, problem), "change what they decline")
+
+
+def _first(wanted: str | None, why: Callable[[str], list[str]], fix: str) -> str:
+    """The first backend, of all or of the one wanted, that has no reason to refuse."""
     refused = []
     for name in BACKENDS if wanted is None else (wanted,):
-        why = reasons(name, problem, pass_)
-        if wanted is not None and problem.options.needs_grad and not why:
-            # Said before the forward pass, not after it.
-            why = reasons(name, problem, "backward")
-        if not why:
+        found = why(name)
+        if not found:
             return name
-        refused.append(f"{name}: {'; '.join(why)}")
+        refused.append(f"{name}: {'; '.join(found)}")
     got = f"a problem that {'no backend' if wanted is None else repr(wanted)} can serve ({' | '.join(refused)})"
-    fix = "see tilewise.explain(...) for each backend's reasons" if wanted is None else "leave backend=None"
-    errors.fail(errors.UnsupportedError, "backend", got, "what explain() lists", fix)
+    errors.fail(
+        errors.UnsupportedError,
+        "backend",
+        got,
+        "what explain() lists",
+        fix if wanted is None else "leave backend=None",
+    )

@@ -68,6 +68,16 @@ def update(
     return State(m, l, state.acc.mul_(alpha[..., None]).add_(masked_product(p, v, visible)))
 
 
+def accumulate(state: State, s: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None = None) -> State:
+    """The state after one more tile of keys with `state.m` for the maximum, true or not: nothing is rescaled.
+
+    States with the same m add (Flash-Decoding++ section 3). Weights of scores far above m overflow and those far below
+    it vanish, which the caller has to notice. Arguments as of `update`; overwrites `s` and `state.acc`.
+    """
+    p = s.sub_(state.m[..., None]).exp_()
+    return State(state.m, state.l + p.sum(dim=-1), state.acc.add_(masked_product(p, v, visible)))
+
+
 def finalize(state: State) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [..., M, Dv] and natural-log LSE [..., M]; a row without keys has output 0 and LSE -inf."""
     empty = state.l == 0

@@ -45,7 +45,7 @@ ANY = "any"
 # fmt: off
 TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     # backend, pass, architecture class, dtype class, head dim up to
-    ("cpu", "forward", ANY, ANY, 512): TileConfig(256, 512),
+    ("cpu", "forward", ANY, ANY, 576): TileConfig(256, 512),
     ("hopper", "forward", ANY, "16bit", 64): TileConfig(128, 128, 4, 3),  # 491/458, 400
     ("hopper", "long forward", ANY, "16bit", 64): TileConfig(192, 128, 4, 3),  # 544/517, 371
     ("hopper", "forward", ANY, "16bit", 128): TileConfig(128, 128, 4, 2),  # 691/686, 575

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
+from ..kvcache import CacheProblem
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import fused, groups
 from .backward import backward as _tiled_backward
+from .decode import attend_cache as attend_cache
 from .forward import forward as _tiled_forward
 
 NAME = "cpu"
@@ -23,6 +25,11 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     if problem.device.type != "cpu":
         return [f"tensors are on {problem.device}, this backend runs on the CPU"]
     return []
+
+
+def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
+    """Why this backend cannot serve a call with a cache; empty if it can."""
+    return unsupported_reasons(problem.attention)
 
 
 def tile(problem: Problem, pass_: str = "forward") -> TileConfig:

@@ -30,7 +30,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 def _attend_rows(group: Group, m0: int, m1: int, spans: list[Span], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [b, heads, M, Dv] and LSE [b, heads, M] of one row tile."""
     q = group.q[:, :, :, m0:m1].flatten(2, 3)  # [b, h_kv, group * M, D]
-    state = softmax.init(tuple(q.shape[:3]), group.v.shape[-1], q, _sink_rows(group, m1 - m0))
+    state = softmax.init(tuple(q.shape[:3]), group.v.shape[-1], q, sink_rows(group, m1 - m0))
     for span in spans:
         visible = group.visible(span)
         if visible is not None and not bool(visible.any()):
@@ -48,7 +48,7 @@ def _attend_rows(group: Group, m0: int, m1: int, spans: list[Span], seed: int) -
     return group.by_q_head(o), group.by_q_head(lse)
 
 
-def _sink_rows(group: Group, rows: int) -> torch.Tensor | None:
+def sink_rows(group: Group, rows: int) -> torch.Tensor | None:
     """Sink logits as [h_kv, group * M], or None."""
     if group.inputs.sinks is None:
         return None

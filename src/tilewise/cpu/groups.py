@@ -162,13 +162,13 @@ def groups(problem: Problem, inputs: Inputs) -> Iterator[Group]:
         assert inputs.cu_seqlens_q is not None and inputs.cu_seqlens_k is not None
         for member in sequences.members(inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k):
             rows, keys = slice(member.q0, member.q1), slice(member.k0, member.k1)
-            yield from _sequences(problem, inputs, member.b, member.b + 1, rows, keys)
+            yield from sequences_of(problem, inputs, member.b, member.b + 1, rows, keys)
     else:
         everything = (slice(0, problem.seqlen_q), slice(0, problem.seqlen_k))
-        yield from _sequences(problem, inputs, 0, problem.batch, *everything)
+        yield from sequences_of(problem, inputs, 0, problem.batch, *everything)
 
 
-def _sequences(problem: Problem, inputs: Inputs, first: int, last: int, rows: slice, keys: slice) -> Iterator[Group]:
+def sequences_of(problem: Problem, inputs: Inputs, first: int, last: int, rows: slice, keys: slice) -> Iterator[Group]:
     """The groups of batch entries first .. last, which share their rows and keys."""
     seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
     if seqlen_q == 0 or first == last:

@@ -1,0 +1,79 @@
+"""From a checked call with a cache to a backend: two `torch.library` operators and their fakes.
+
+One only reads the cache; the other appends to it, and says so in its schema, so that `torch.compile` keeps the order of
+a model's calls and copies no cache.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from . import autograd, cache_checks, dispatch
+from .kvcache import CacheInputs, CacheProblem, Static
+from .problem import Options
+from .problem import decode as decode_options
+
+_N_INPUTS = len(CacheInputs._fields)
+
+
+def _schema(name: str, cache: str) -> str:
+    required = {"q": "Tensor", "k_cache": cache.format("a"), "v_cache": cache.format("b"), "cache_seqlens": "Tensor"}
+    tensors = ", ".join(f"{required.get(field, 'Tensor?')} {field}" for field in CacheInputs._fields)
+    return f"{name}({tensors}, Tensor[] extras, str options, str static, SymInt max_seqlen_q) -> (Tensor, Tensor)"
+
+
+def _problem(arguments: Sequence[Any]) -> tuple[CacheProblem, CacheInputs]:
+    """The problem that an operator's arguments describe."""
+    inputs = CacheInputs(*arguments[:_N_INPUTS])
+    extras, spec, static, max_seqlen_q = arguments[_N_INPUTS:]
+    options = decode_options(spec, tuple(extras))
+    return CacheProblem.of(inputs, options, _static(static), max_seqlen_q), inputs
+
+
+@lru_cache(maxsize=1024)
+def _static(spec: str) -> Static:
+    return Static(*ast.literal_eval(spec))
+
+
+def _serve(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem, inputs = _problem(arguments)
+    cache_checks.metadata(problem, inputs)
+    backend = dispatch.module(dispatch.choose_cache(problem))
+    with dispatch.plain_numerics(problem.device):
+        return backend.attend_cache(problem, _placed(inputs))
+
+
+def _placed(inputs: CacheInputs) -> CacheInputs:
+    """The inputs with lengths and tables on q's device."""
+    device = inputs.q.device
+    moved = {name: getattr(inputs, name) for name in cache_checks.METADATA}
+    moved = {name: x.to(device) for name, x in moved.items() if x is not None and x.device != device}
+    return inputs._replace(**moved)
+
+
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem, inputs = _problem(arguments)
+    call, q = problem.attention, inputs.q
+    out = q.new_empty(call.out_shape(q), dtype=call.out_dtype)
+    return out, q.new_empty(call.lse_shape(q), dtype=call.compute_dtype)
+
+
+for _name, _cache in (("attend_cache", "Tensor"), ("append_and_attend_cache", "Tensor({}!)")):
+    autograd.library.define(_schema(_name, _cache))
+    autograd.library.impl(_name, _serve, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=autograd.library)
+
+
+def attend(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a checked call; its new keys and values are in the cache afterwards."""
+    extras: list[torch.Tensor] = []
+    options: Options = problem.options
+    spec = options.encode(extras)
+    ops = torch.ops.tilewise
+    operator = ops.append_and_attend_cache if problem.appends else ops.attend_cache
+    return operator(*inputs, extras, spec, repr(tuple(problem.static)), problem.attention.seqlen_q)

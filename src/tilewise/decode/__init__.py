@@ -1,0 +1,1 @@
+"""What decoding needs beside attention itself: rotary embedding, appending to a cache, plans of split-KV work."""
