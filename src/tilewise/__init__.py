@@ -6,7 +6,7 @@ from .block_masks import BlockMask
 from .cache_api import attention_with_kvcache
 from .explain import Explanation, explain
 from .kvcache import Rotary
-from .masks import Causal, Document, Predicate, PrefixLM, Window
+from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
 from .score_mods import ScoreMod
 from .softmax import merge_states
 
@@ -17,6 +17,7 @@ __all__ = [
     "Causal",
     "Document",
     "Explanation",
+    "Interval",
     "Predicate",
     "PrefixLM",
     "Rotary",

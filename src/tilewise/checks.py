@@ -11,7 +11,7 @@ import torch
 from .block_masks import BlockMask
 from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, fail
 from .mask_algebra import Mask, fits
-from .masks import Dense, Document, Predicate, PrefixLM, parts
+from .masks import Dense, Document, Interval, Predicate, PrefixLM, parts
 from .problem import Inputs, Problem
 
 MAX_HEAD_DIM = 512
@@ -142,7 +142,7 @@ def _mask(problem: Problem, mask: Mask) -> None:
     grid = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     if problem.packed and isinstance(mask, (Dense, BlockMask)):
         got = f"a {'boolean tensor' if isinstance(mask, Dense) else 'BlockMask'} with packed sequences"
-        why = "causal, window, Document, PrefixLM and predicates there, by position inside the member"
+        why = "causal, window, Document, Interval, PrefixLM and predicates there, by position inside the member"
         fail(UnsupportedError, "mask", got, why, "pad to a dense call, or express it as a predicate")
     if isinstance(mask, Dense):
         _on_device(problem, "mask", mask.tensor)
@@ -163,6 +163,10 @@ def _mask(problem: Problem, mask: Mask) -> None:
     elif isinstance(mask, Document):
         _ids(problem, "Document.q_ids", mask.q_ids, problem.seqlen_q)
         _ids(problem, "Document.k_ids", mask.keys, problem.seqlen_k)
+    elif isinstance(mask, Interval):
+        for name, bound in (("Interval.lo", mask.lo), ("Interval.hi", mask.hi)):
+            if bound is not None:
+                _ids(problem, name, bound, problem.seqlen_q)
     elif isinstance(mask, PrefixLM) and isinstance(mask.prefix, torch.Tensor):
         _on_device(problem, "PrefixLM.prefix", mask.prefix)
         if mask.prefix.shape != (problem.batch,):
@@ -176,8 +180,9 @@ def _ids(problem: Problem, name: str, ids: torch.Tensor, length: int) -> None:
     _on_device(problem, name, ids)
     enough = ids.shape[-1] >= length if problem.packed else ids.shape[-1] == length
     if not enough or (ids.ndim == 2 and ids.shape[0] not in (1, problem.batch)):
-        want = f"[{length}] or [{problem.batch}, {length}], one id per position"
-        fail(ShapeError, name, f"shape {list(ids.shape)}", want, "pass q_ids and k_ids where the lengths differ")
+        want = f"[{length}] or [{problem.batch}, {length}], one value per position"
+        fix = "pass q_ids and k_ids where the lengths differ" if "ids" in name else "pass one bound per row"
+        fail(ShapeError, name, f"shape {list(ids.shape)}", want, fix)
 
 
 def _on_device(problem: Problem, name: str, x: torch.Tensor) -> None:
