@@ -105,7 +105,10 @@ TENSORS = {
     "sparse": Bad(dense(q=Q.to_sparse()), ShapeError, "q", "layout torch.sparse_coo"),
     "mkldnn": Bad(dense(k=K.to_mkldnn()), ShapeError, "k", "layout torch._mkldnn"),
     "jagged": Bad(
-        dense(v=torch.nested.nested_tensor([V[0], V[1, :3]], layout=torch.jagged)), ShapeError, "v", "a nested tensor"
+        dense(v=torch.nested.nested_tensor([V[0], V[1, :3]], layout=torch.jagged)),
+        ShapeError,
+        "q",
+        "beside nested ones",
     ),
     "k_elsewhere": Bad(dense(k=K.to("meta")), DeviceError, "k", "meta, q on cpu"),
     "q_elsewhere": Bad(dense(q=Q.to("meta")), DeviceError, "k", "cpu, q on meta"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import autograd, eager
+from . import autograd, eager, jagged
 from .arguments import prepare
 
 
@@ -39,7 +39,8 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, heads_q, head_dim] fp16, bf16, fp32 (fp64 on the CPU). Only the last dimension must have
-            stride 1; a transposed BHSD tensor costs no copy. head_dim 1 to 512.
+            stride 1; a transposed BHSD tensor costs no copy. head_dim 1 to 512. Or, with k and v, nested in jagged
+            layout, [batch, j, heads, head_dim]; results are then nested like q.
         k: [batch, seqlen_k, heads_kv, head_dim], q's dtype; heads_q is a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], q's dtype.
         causal: True or "bottom_right": row i sees key j iff ``j <= i + seqlen_k - seqlen_q``. "top_left": iff
@@ -104,12 +105,15 @@ def attention(
         key, known = eager.find(tensors, asked)
         if known is not None:
             return known(tensors, dropout_seed)
-    problem, inputs, return_lse = prepare(
-        q, k, v, causal=causal, window=window, mask=mask, score_mod=score_mod, softcap=softcap,
-        alibi_slopes=alibi_slopes, bias=bias, sinks=sinks, softmax_scale=softmax_scale, dropout_p=dropout_p,
-        dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse, out_dtype=out_dtype,
-        backend=backend, validate=validate,
-    )  # fmt: skip
+    options = {
+        "causal": causal, "window": window, "mask": mask, "score_mod": score_mod, "softcap": softcap,
+        "alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks, "softmax_scale": softmax_scale,
+        "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
+        "return_lse": return_lse, "out_dtype": out_dtype, "backend": backend, "validate": validate,
+    }  # fmt: skip
+    if jagged.is_nested(q, k, v):
+        return jagged.attend(attention_varlen, q, k, v, options)
+    problem, inputs, return_lse = prepare(q, k, v, **options)
     out, lse = autograd.attend(problem.options, inputs, problem.seqlen_q, problem.seqlen_k)
     if key is not None:
         eager.remember(key, problem, inputs, return_lse)

@@ -57,7 +57,7 @@ def _collect(mask: Any, shapes: list[Sequence[int]], found: dict[int, Axes]) -> 
         found[parts[0]] = _of_grid(shapes[parts[0]])
     elif tag == "prefix_tensor":
         found[parts[0]] = (0, None)
-    elif tag == "document":
-        ids = [i for i in parts[:2] if i is not None]
-        found.update({i: (0 if len(shapes[i]) == 2 and shapes[i][0] > 1 else None, None) for i in ids})
+    elif tag in ("document", "interval"):
+        rows = [i for i in parts[:2] if i is not None]
+        found.update({i: (0 if len(shapes[i]) == 2 and shapes[i][0] > 1 else None, None) for i in rows})
     return tag != "predicate"
