@@ -9,12 +9,16 @@ whose tensors (scores, probabilities, output, and their gradients) have that dty
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from . import dropout
 from .arguments import prepare
+from .cache_arguments import prepare as prepare_cache
+from .kvcache import PER_HEAD, PER_PAGE, CacheInputs, CacheProblem, Tree
 from .mask_algebra import Positions
 from .problem import Inputs, Problem
 from .sequences import members
@@ -74,6 +78,138 @@ def attention_varlen(
     lses.append(q.new_full((problem.heads_q, slack), float("-inf"), dtype=numerics.compute))
     out, lse = torch.cat(outs), torch.cat(lses, dim=1)
     return (out, lse) if return_lse else out
+
+
+def attention_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    dtype: torch.dtype = torch.float64,
+    **arguments: Any,
+) -> Any:
+    """`tilewise.attention_with_kvcache` in fp64, one dense problem per sequence; the caches stay as they are.
+
+    Keys and values are what `appended` says that the cache holds after the call: in its dtype, whatever `dtype` is.
+    """
+    problem, inputs = prepare_cache(q, k_cache, v_cache, cache_seqlens, **arguments)
+    call, numerics = problem.attention, Numerics(dtype)
+    caches = _appended(problem, inputs)
+    out = q.new_zeros(call.out_shape(q), dtype=numerics.compute)
+    lse = q.new_full(call.lse_shape(q), float("-inf"), dtype=numerics.compute)
+    for b, sequence in enumerate(_cached(problem, inputs)):
+        keys = sequence.slots[sequence.first_key :]
+        scales = ((inputs.k_scale, problem.static.k_scale), (inputs.v_scale, problem.static.v_scale))
+        k, v = (_dequantized(x, *scale, b, keys) for x, scale in zip(caches, scales, strict=True))
+        rows = numerics.load(sequence.rows(q, b))
+        if inputs.rotary_cos is not None:
+            rows = numerics.store(_rotated(problem, inputs, rows, sequence.position))
+        slopes = inputs.alibi_slopes
+        slopes = slopes[b : b + 1] if slopes is not None and slopes.ndim == 2 else slopes
+        alone = Inputs(rows[None], k[None], v[None], alibi_slopes=slopes, sinks=inputs.sinks)
+        mask = call.options.mask
+        if inputs.tree is not None:
+            mask = mask & Tree(inputs.tree, len(keys) - rows.shape[0])
+        here = replace(call, options=replace(call.options, mask=mask))
+        o, stats = _dense(here, alone, numerics, first=b)
+        sequence.rows(out, b)[:] = o[0]
+        sequence.stats(lse, b)[:] = stats[0]
+    return (out, lse) if arguments.get("return_lse") else out
+
+
+def appended(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor, **arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of both caches as `tilewise.attention_with_kvcache` leaves them; rotation and scaling in fp64."""
+    return _appended(*prepare_cache(q, k_cache, v_cache, cache_seqlens, **arguments))
+
+
+class _Cached(NamedTuple):
+    """One sequence of a call with a cache."""
+
+    start: int | None  # its first row in a ragged call
+    n: int  # rows
+    slots: list[tuple[int, int]]  # where in the cache its slots lie, after the append
+    first_key: int  # the first slot in use
+    new: int  # slots that are appended, the last ones
+    position: int  # of its first row, for rotation
+
+    def rows(self, x: torch.Tensor, b: int) -> torch.Tensor:
+        return x[b] if self.start is None else x[self.start : self.start + self.n]
+
+    def stats(self, x: torch.Tensor, b: int) -> torch.Tensor:
+        return x[b] if self.start is None else x[:, self.start : self.start + self.n]
+
+
+def _cached(problem: CacheProblem, inputs: CacheInputs) -> Iterator[_Cached]:
+    """The sequences of a call, read from its lengths and tables."""
+    cu, table, size = inputs.cu_seqlens_q, inputs.page_table, inputs.k_cache.shape[1]
+    for b, used in enumerate(inputs.cache_seqlens.tolist()):
+        start, n = None, problem.attention.seqlen_q
+        if cu is not None:
+            start, n = int(cu[b]), int(cu[b + 1] - cu[b])
+        new = 0 if not problem.appends else n if cu is not None else int(problem.seqlen_new or 0)
+        if table is not None:
+            slots = [(int(table[b, s // size]), s % size) for s in range(used + new)]
+        else:
+            row = b if inputs.cache_batch_idx is None else int(inputs.cache_batch_idx[b])
+            slots = [(row, s) for s in range(used + new)]
+        pad = 0 if inputs.cache_leftpad is None else int(inputs.cache_leftpad[b])
+        position = used if inputs.rotary_positions is None else int(inputs.rotary_positions[b])
+        yield _Cached(start, n, slots, pad, new, position + new - n)
+
+
+def _appended(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
+    if inputs.k_new is None or inputs.v_new is None:
+        return k_cache, v_cache
+    static = problem.static
+    for b, sequence in enumerate(_cached(problem, inputs)):
+        slots = sequence.slots[len(sequence.slots) - sequence.new :]
+        k, v = (sequence.rows(x, b).double() for x in (inputs.k_new, inputs.v_new))
+        if inputs.rotary_cos is not None:
+            first = sequence.position + sequence.n - sequence.new
+            k = _rotated(problem, inputs, k, first).to(inputs.k_new.dtype).double()
+        for cache, x, scale, kind in (
+            (k_cache, k, inputs.k_scale, static.k_scale),
+            (v_cache, v, inputs.v_scale, static.v_scale),
+        ):
+            most = torch.finfo(cache.dtype).max
+            for t, (row, slot) in enumerate(slots):
+                value = x[t] if scale is None else x[t] / _scale_of(scale, kind, b, row)
+                cache[row, slot] = (value.clamp(-most, most) if problem.quantized else value).to(cache.dtype)
+    return k_cache, v_cache
+
+
+def _scale_of(scale: torch.Tensor, kind: str | None, b: int, row: int) -> torch.Tensor:
+    """The scale of a slot in this row (page) of the cache for sequence b, fp64 [Hkv, 1]."""
+    found = scale if kind == PER_HEAD else scale[row if kind == PER_PAGE else b]
+    return found.double()[:, None]
+
+
+def _dequantized(
+    cache: torch.Tensor, scale: torch.Tensor | None, kind: str | None, b: int, slots: list[tuple[int, int]]
+) -> torch.Tensor:
+    """The values of sequence b that lie in these slots, fp64 [n, Hkv, D]."""
+    found = []
+    for row, slot in slots:
+        x = cache[row, slot].double()
+        found.append(x if scale is None else x * _scale_of(scale, kind, b, row))
+    return torch.stack(found) if found else cache.new_zeros((0, *cache.shape[2:]), dtype=torch.float64)
+
+
+def _rotated(problem: CacheProblem, inputs: CacheInputs, x: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows [n, H, D] of positions first, first + 1, ...: pairs of dims as complex numbers, times the angles' own."""
+    assert inputs.rotary_cos is not None and inputs.rotary_sin is not None
+    at = (first + torch.arange(x.shape[0], device=x.device)).clamp(0, inputs.rotary_cos.shape[0] - 1)
+    angles = torch.complex(inputs.rotary_cos.to(x.dtype)[at], inputs.rotary_sin.to(x.dtype)[at])[:, None]
+    head, rest = x[..., : problem.rotary_dim], x[..., problem.rotary_dim :]
+    neighbours = problem.static.rotary_interleaved
+    pairs = head.unflatten(-1, (-1, 2)) if neighbours else head.unflatten(-1, (2, -1)).transpose(-1, -2)
+    turned = torch.view_as_real(torch.complex(pairs[..., 0].contiguous(), pairs[..., 1].contiguous()) * angles)
+    turned = turned if neighbours else turned.transpose(-1, -2)
+    return torch.cat([turned.flatten(-2), rest], dim=-1)
 
 
 def _scores(problem: Problem, inputs: Inputs, at: Positions, numerics: Numerics) -> torch.Tensor:
