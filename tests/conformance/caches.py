@@ -167,7 +167,9 @@ def sliced(call: CacheCall) -> CacheCall:
 
 def attend(target: Target, call: CacheCall) -> Result:
     """The backend's results; the call's own caches stay as they are."""
-    k, v = (_copy(x) for x in (call.k_cache, call.v_cache))
+    k = _copy(call.k_cache)
+    shared = call.v_cache.data_ptr() == call.k_cache.data_ptr()
+    v = k[..., : call.v_cache.shape[-1]] if shared else _copy(call.v_cache)
     entry = tilewise.attention_with_kvcache
     out, lse = entry(call.q, k, v, return_lse=True, backend=target.name, **call.options)
     return Result(out, lse, k, v)

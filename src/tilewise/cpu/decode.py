@@ -17,7 +17,7 @@ from .. import softmax
 from ..decode.append import append, gather, places, rows_of
 from ..decode.plan import parts
 from ..decode.rotary import rotate
-from ..kvcache import CacheInputs, CacheProblem, Lengths, Tree, lengths
+from ..kvcache import CacheInputs, CacheProblem, Lengths, Tree, band, key_range, lengths
 from ..problem import Inputs
 from .forward import sink_rows
 from .groups import Group, Span, rows_view, sequences_of
@@ -45,9 +45,16 @@ def attend_cache(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tens
 def _groups(problem: CacheProblem, inputs: CacheInputs, at: Lengths, b: int) -> Iterator[Group]:
     """The work of one sequence, as of a packed problem whose rows and keys are its own."""
     call, (n_q, n_k, pad) = problem.attention, (int(x[b]) for x in (at.q, at.k, at.pad))
-    where = places(inputs, b, pad + torch.arange(n_k))
-    k = gather(inputs.k_cache, inputs.k_scale, problem.static.k_scale, b, where)
-    v = gather(inputs.v_cache, inputs.v_scale, problem.static.v_scale, b, where)
+    one = Lengths(*(x[b : b + 1] for x in at))
+    lo, hi = (int(x) for x in key_range(one, *band(problem), torch.zeros_like(one.q), one.q))
+    # Of the pages before a window not even the ids may be looked at.
+    where = places(inputs, b, pad + torch.arange(lo, max(lo, hi)))
+    k, v = (
+        torch.zeros((n_k, *cache.shape[2:]), dtype=call.compute_dtype) for cache in (inputs.k_cache, inputs.v_cache)
+    )
+    if lo < hi:
+        k[lo:hi] = gather(inputs.k_cache, inputs.k_scale, problem.static.k_scale, b, where)
+        v[lo:hi] = gather(inputs.v_cache, inputs.v_scale, problem.static.v_scale, b, where)
     mask = call.options.mask
     if inputs.tree is not None:
         mask = mask & Tree(inputs.tree, n_k - n_q)
