@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,6 +120,23 @@ def test_packed_sequences_share_a_graph() -> None:
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         check(compiled, attend, randn(sum(lengths), 2, 8, grad=True), offsets, max(lengths))
     assert compiled.graphs <= 3
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_backward_gets_a_gradient_of_the_lse_only_where_it_is_returned(return_lse: bool) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(tilewise.attention, fullgraph=True, backend=backend)
+    x = X.clone().requires_grad_()
+    out = compiled(x, x, x, return_lse=return_lse)
+    sum(y.sum() for y in (out if return_lse else (out,))).backward()
+    (call,) = (node for node in graphs[1].graph.nodes if node.target is torch.ops.tilewise.backward.default)
+    assert (call.args[3] is not None) == return_lse
 
 
 def test_merged_states() -> None:

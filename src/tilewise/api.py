@@ -114,7 +114,7 @@ def attention(
     if jagged.is_nested(q, k, v):
         return jagged.attend(attention_varlen, q, k, v, options)
     problem, inputs, return_lse = prepare(q, k, v, **options)
-    out, lse = autograd.attend(problem.options, inputs, problem.seqlen_q, problem.seqlen_k)
+    out, lse = autograd.attend(problem.options, inputs, problem.seqlen_q, problem.seqlen_k, return_lse)
     if key is not None:
         eager.remember(key, problem, inputs, return_lse)
     return (out, lse) if return_lse else out
@@ -205,7 +205,7 @@ def attention_varlen(
         dropout_seed=dropout_seed, deterministic=deterministic, return_lse=return_lse, out_dtype=out_dtype,
         backend=backend, validate=validate,
     )  # fmt: skip
-    out, lse = autograd.attend(problem.options, inputs, max_seqlen_q, max_seqlen_k)
+    out, lse = autograd.attend(problem.options, inputs, max_seqlen_q, max_seqlen_k, return_lse)
     if key is not None:
         eager.remember(key, problem, inputs, return_lse)
     return (out, lse) if return_lse else out

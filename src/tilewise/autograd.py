@@ -105,6 +105,23 @@ for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.static = inputs[:3]
+    ctx.save_for_backward(*output, *inputs[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
+    wanted = ctx.needs_input_grad[3:]
+    if do is None and dlse is None:
+        return (None,) * (3 + len(wanted))
+    needs = _names(wanted)
+    # A compiled backward pass is never differentiated again: the compiler refuses that itself.
+    first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
+    grads = first_order(needs, ctx.static, *ctx.saved_tensors[:2], do, dlse, *ctx.saved_tensors[2:])
+    return (None, None, None, *_placed(grads, wanted))
+
+
 class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v, bias, ALiBi slopes and sinks, through the output and the LSE."""
 
@@ -115,9 +132,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.static = inputs[:3]
-        ctx.save_for_backward(*output, *inputs[3:])
-        ctx.set_materialize_grads(False)
+        _keep(ctx, inputs, output)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
@@ -130,14 +145,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[3:]
-        if do is None and dlse is None:
-            return (None,) * (3 + len(wanted))
-        needs = _names(wanted)
-        # A compiled backward pass is never differentiated again: the compiler refuses that itself.
-        first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
-        grads = first_order(needs, ctx.static, *ctx.saved_tensors[:2], do, dlse, *ctx.saved_tensors[2:])
-        return (None, None, None, *_placed(grads, wanted))
+        return _backward_of(ctx, do, dlse)
+
+
+class _OutputAlone(_Attention):
+    """The same for a compiled call whose LSE nobody sees: the compiler would pass a gradient of zeros for it."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        _keep(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, _: Any) -> Any:
+        return _backward_of(ctx, do, None)
 
 
 def _names(wanted: Sequence[bool]) -> str:
@@ -214,8 +235,10 @@ class Eager(torch.autograd.Function):
 apply_eager = super(torch.autograd.Function, Eager).apply
 
 
-def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE of a checked call, differentiable where its inputs ask for it."""
+def attend(
+    options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: int, return_lse: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a checked call, differentiable where its inputs ask for it; the LSE only if it is returned."""
     extras: list[torch.Tensor] = []
     spec = options.encode(extras)
     if sharding.is_sharded(inputs):
@@ -228,7 +251,8 @@ def attend(options: Options, inputs: Inputs, max_seqlen_q: int, max_seqlen_k: in
         _refuse_tangents(inputs)
     # Under a transform, the function and not the operator: which tensors need a gradient is hidden there.
     if options.needs_grad or (not torch.compiler.is_compiling() and _in_transform()):
-        return _Attention.apply(spec, max_seqlen_q, max_seqlen_k, *tensors)
+        function = _OutputAlone if torch.compiler.is_compiling() and not return_lse else _Attention
+        return function.apply(spec, max_seqlen_q, max_seqlen_k, *tensors)
     return torch.ops.tilewise.forward(*tensors[:_N_INPUTS], tensors[_N_INPUTS:], spec, max_seqlen_q, max_seqlen_k)
 
 

@@ -1,4 +1,4 @@
-"""A forward captured in a CUDA graph: replays compute with what the tensors hold then, offsets and seeds included."""
+"""Passes captured in a CUDA graph: replays compute with what the tensors hold then, offsets and seeds included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from subjects import BACKENDS, CALLS, packed
 
 import tilewise
-from conformance.calls import Call, Draw, Result
+from conformance.calls import Call, Cotangents, Draw, Result, cotangents, run
 from conformance.verify import compare
 
 # Members of one number, of other lengths at each turn, whose rows fill the same tensors.
@@ -29,17 +29,24 @@ CAPTURED: dict[str, Callable[[Draw, int], Call]] = {
 }
 
 
-def capture(call: Call, backend: str | None) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """The graph of a forward, after a first call that compiles, and where its results lie."""
+def capture(
+    call: Call, wanted: Cotangents, backend: str | None, needs: tuple[str, ...]
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """The graph of a forward, and of the backward that `needs` asks for, after first ones that compile; its results."""
+
+    def step() -> Result:
+        return run(lambda c: c.attend(tilewise, backend=backend), call, wanted, needs)
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        call.attend(tilewise, backend=backend)
+        # The second is a known call, which takes the short way (docs/backends.md).
+        step(), step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = call.attend(tilewise, backend=backend)
-    return graph, Result(out, lse, {})
+        result = step()
+    return graph, result
 
 
 def overwrite(call: Call, other: Call) -> None:
@@ -51,12 +58,38 @@ def overwrite(call: Call, other: Call) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("needs", [(), ("q", "k", "v")], ids=["forward", "training"])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_replay(name: str, backend: str | None) -> None:
+def test_replay(name: str, needs: tuple[str, ...], backend: str | None) -> None:
     call = CAPTURED[name](Draw("cuda"), 0)
-    graph, result = capture(call, backend)
+    wanted = cotangents(call, Draw("cuda", seed=9), "both") if needs else (None, None)
+    graph, result = capture(call, wanted, backend, needs)
     for turn in range(len(LENGTHS)):
         overwrite(call, CAPTURED[name](Draw("cuda", seed=turn), turn))
+        for x, value in zip(wanted, cotangents(call, Draw("cuda", seed=turn), "both"), strict=True):
+            if x is not None:
+                x.copy_(value)
         graph.replay()
         torch.cuda.synchronize()
-        compare(call, result, (None, None))
+        compare(call, result, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+def test_compiled_training_in_a_graph() -> None:
+    """`mode="reduce-overhead"`: torch.compile captures forward and backward, and gives what eager calls give."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(q, k, v, causal=True, dropout_p=0.2, dropout_seed=seed)
+
+    compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
+    for turn in range(4):
+        call = CAPTURED["dropout"](Draw("cuda", seed=turn), turn)
+        results = []
+        for function in (compiled, attend):
+            inputs = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
+            torch.compiler.cudagraph_mark_step_begin()
+            out = function(*inputs, call.options["dropout_seed"])
+            out.float().square().sum().backward()
+            results.append([out.detach().clone(), *(x.grad for x in inputs)])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)

@@ -222,7 +222,7 @@ def _setup_flex(case: Case, data: Data) -> Calls | str:
 # ---- FlashAttention 3 and 4, from their own packages
 
 
-def _first_module(names: Iterable[str]) -> Any:
+def first_module(names: Iterable[str]) -> Any:
     """The first of these modules that is here, or the reason why none is."""
     failures = []
     for name in names:
@@ -238,7 +238,7 @@ def _first_module(names: Iterable[str]) -> Any:
 def _importable(names: Iterable[str], device: torch.device) -> str | None:
     if why := _only_on("cuda", device):
         return why
-    found = _first_module(names)
+    found = first_module(names)
     return found if isinstance(found, str) else None
 
 
@@ -265,13 +265,13 @@ def _attend_flash(module: Any, case: Case, data: Data, unbounded: int | None) ->
 
 
 # The wheel on PyPI has bf16 forward alone; FlashAttention's own build of hopper/ has the rest.
-_FA3 = ("fa3_fwd_interface", "flash_attn_interface")
-_FA4 = ("flash_attn.cute",)
+FA3 = ("fa3_fwd_interface", "flash_attn_interface")
+FA4 = ("flash_attn.cute",)
 
 
 def _setup_fa3(case: Case, data: Data) -> Calls | str:
-    module = _first_module(_FA3)
-    forward_only = module.__name__ == _FA3[0]
+    module = first_module(FA3)
+    forward_only = module.__name__ == FA3[0]
     has = {"grouped heads", "packed", "window", "softcap"} | (set() if forward_only else {"backward", "deterministic"})
     if why := _lacks(case, has, ("bf16",) if forward_only else ("fp16", "bf16")):
         return why
@@ -282,15 +282,15 @@ def _setup_fa4(case: Case, data: Data) -> Calls | str:
     has = ("backward", "grouped heads", "packed", "window", "softcap", "deterministic")
     if why := _lacks(case, has):
         return why
-    return calls(case, data, _attend_flash(_first_module(_FA4), case, data, unbounded=None))
+    return calls(case, data, _attend_flash(first_module(FA4), case, data, unbounded=None))
 
 
 OTHERS = (
     Peer("cudnn", partial(_only_on, "cuda"), partial(_setup_sdpa, SDPBackend.CUDNN_ATTENTION)),
     Peer("fa2", partial(_only_on, "cuda"), partial(_setup_sdpa, SDPBackend.FLASH_ATTENTION)),
     Peer("flex", partial(_only_on, "cuda"), _setup_flex),
-    Peer("fa3", partial(_importable, _FA3), _setup_fa3, package="fa3-fwd"),
-    Peer("fa4", partial(_importable, _FA4), _setup_fa4, package="flash-attn-4"),
+    Peer("fa3", partial(_importable, FA3), _setup_fa3, package="fa3-fwd"),
+    Peer("fa4", partial(_importable, FA4), _setup_fa4, package="flash-attn-4"),
     Peer("sdpa", partial(_only_on, "cpu"), partial(_setup_sdpa, None)),
 )
 
