@@ -8,8 +8,8 @@ it; pieces of cut items leave a partial result, output and LSE, in a *slot*, and
 
 Two ways to cut, both from sizes and lengths alone, so a plan is computed on the device, inside a CUDA graph too:
 
-- *Balanced*: all tiles in a row, item after item, are cut into `programs` runs that differ by one tile at most
-  (stream-K). Items of at most `whole` tiles are never cut: a cut inside one moves to its nearer end (the adaptive rule
+- *Balanced*: all tiles in a row, item after item, are cut into as many runs as there are programs, or tiles if those are
+  fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one moves to its nearer end (the adaptive rule
   of Flash-Decoding++: short contexts are not split). Piece of program p: slot ``2 p + 1`` if it is its item's first,
   else ``2 p``. A program cuts at most the item that it starts with and the one it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
@@ -195,7 +195,9 @@ def _owner(ends: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Where each program's run of tiles begins; the last entry is the number of tiles."""
     total = ends[-1]
-    raw = torch.arange(plan.programs + 1, device=ends.device) * total // plan.programs
+    # A program more than there are tiles would have none, and come between those that share an item.
+    busy = total.clamp(1, plan.programs)
+    raw = torch.minimum(torch.arange(plan.programs + 1, device=ends.device), busy) * total // busy
     owner = _owner(ends, raw)
     begin, end = begins[owner], ends[owner]
     nearer = torch.where(2 * (raw - begin) < end - begin, begin, end)
