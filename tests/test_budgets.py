@@ -20,12 +20,25 @@ FILE_LINES = 500
 HOST_LINES, KERNEL_LINES = 60, 120
 PARAMETERS = 8
 
+THEIRS = {
+    f"{prefix}{name}"
+    for prefix in ("flash_attn", "_flash_attn")
+    for name in (
+        "_func", "_kvpacked_func", "_qkvpacked_func", "_varlen_func", "_varlen_kvpacked_func", "_varlen_qkvpacked_func",
+        "_with_kvcache", "_forward", "_varlen_forward", "_backward", "_varlen_backward",
+    )
+}  # fmt: skip
+
 # The one long signature: the entry points and what has to repeat theirs.
 LONG_SIGNATURES = {
     "api.py": {"attention", "attention_varlen", "attention_with_kvcache"},
     "explain.py": {"explain"},
     "arguments.py": {"prepare"},
     "cli.py": {"explain"},
+    # Signatures of others.
+    **dict.fromkeys(("flash_attn.py", "flash_attn_3.py", "flash_attn_kvcache.py", "flash_attn_interface.py"), THEIRS),
+    "flash_attn_rotary_kernel.py": {"apply_rotary"},
+    "torch_sdpa.py": {"_flash_backward", "_flash_forward", "_sdpa_backward"},
 }
 
 Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"

@@ -1,0 +1,1 @@
+"""Other libraries' functions and their conventions."""
