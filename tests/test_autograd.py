@@ -160,6 +160,17 @@ def test_checkpoint_replays_dropout(use_reentrant: bool, seed: int | None) -> No
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+def test_checkpoint_of_a_call_that_no_earlier_one_is_like(use_reentrant: bool) -> None:
+    def attend(*x: torch.Tensor) -> torch.Tensor:
+        return tilewise.attention(*x, mask=Interval(hi=torch.arange(x[0].shape[1]) + 1))
+
+    plain, kept = leaves(), leaves()
+    attend(*plain).square().sum().backward()
+    checkpoint(attend, *kept, use_reentrant=use_reentrant).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, kept, strict=True))
+
+
 def test_manual_seed_repeats_dropout() -> None:
     def draw() -> torch.Tensor:
         return tilewise.attention(*tensors(), dropout_p=0.5)

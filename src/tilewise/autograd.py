@@ -118,7 +118,9 @@ def _backward_of(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -
     needs = _names(wanted)
     # A compiled backward pass is never differentiated again: the compiler refuses that itself.
     first_order = _gradients if torch.compiler.is_compiling() else _FirstOrder.apply
-    grads = first_order(needs, ctx.static, *ctx.saved_tensors[:2], do, dlse, *ctx.saved_tensors[2:])
+    # Asked for once: under checkpointing, the first time computes them again and the second is an error.
+    out, lse, *tensors = ctx.saved_tensors
+    grads = first_order(needs, ctx.static, out, lse, do, dlse, *tensors)
     return (None, None, None, *_placed(grads, wanted))
 
 
