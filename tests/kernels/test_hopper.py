@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from tilewise import hopper, masks
 from tilewise.arguments import prepare
 from tilewise.hopper import launch, scores, variants
 from tilewise.hopper.schedule import Bounds, deal
+from tilewise.kernels import score
 from tilewise.kernels.call import prepare as prepare_records
 from tilewise.mask_algebra import Frame, interval
 from tilewise.problem import Inputs, Problem
@@ -301,6 +303,30 @@ def test_what_is_not_finite_is_found_by_its_exponent(dtype: torch.dtype) -> None
         cleaned = words & ~((signs >> 15 & 0x00010001) * 0xFFFF)
         assert torch.equal(cleaned >> at - 15 & 0xFFFF, torch.where(strange, 0, halves))
         assert torch.equal(cleaned >> other - 15 & 0xFFFF, words >> other - 15 & 0xFFFF)
+
+
+def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
+    """``a b + c`` rounded once: the product of two fp32 numbers is exact in fp64."""
+    return (a.double() * b.double() + c).float()
+
+
+@pytest.mark.parametrize("scale, cap", [(0.088, 30.0), (0.125, 50.0), (1.0, 0.5), (2e-3, 15.0)])
+def test_the_softcap_of_small_scores_is_as_close_as_promised(scale: float, cap: float) -> None:
+    """`score.near_factor` in the roundings of its instructions: 3e-7 of the cap is what docs/numerics.md allows."""
+    coefficients = [torch.tensor(c.value) for c in (score._TANH_0, score._TANH_2, score._TANH_4, score._TANH_6)]
+    x, c = torch.tensor(scale / cap), torch.tensor(scale) * math.log2(math.e)
+    terms = []
+    for coefficient in coefficients:
+        terms.append(c * coefficient)
+        c = c * (x * x)
+    edge = float(score.NEAR.value * cap / scale)
+    last = int(torch.tensor(edge).view(torch.int32))
+    # Every 97th number of the eight binades below the edge.
+    qk = torch.arange(last - (8 << 23), last, 97, dtype=torch.int32).view(torch.float32)
+    y = qk * qk
+    factor = _fused(y, _fused(y, _fused(y, terms[3], terms[2]), terms[1]), terms[0])
+    true = cap * math.log2(math.e) * torch.tanh(qk.double() * scale / cap)
+    assert float((_fused(qk, factor, 0.0) - true).abs().max()) < 2e-7 * cap * math.log2(math.e)
 
 
 def test_the_order_of_a_plan_has_every_tile_once(elsewhere: None) -> None:

@@ -19,6 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from ..kernels import score
 from ..kernels.score import Variant
 from . import scores
 from .epilogue import store
@@ -111,6 +112,20 @@ def modified(s, seq, tile, rows, j, variant, extra, shape):
 
 
 @gluon.jit
+def relative(s, shift, seq, tile, rows, j, variant, extra, shape):
+    """`modified` less the reference of the rows, unless a scale is all: one instruction with what comes before it.
+
+    The softcap is that of `score.near_factor`.
+    """
+    if not variant.fold:
+        if variant.near:
+            s = s * score.near_factor(s, variant) - shift[:, None]
+        else:
+            s = modified(s, seq, tile, rows, j, variant, extra, shape) - shift[:, None]
+    return s
+
+
+@gluon.jit
 def hidden(s, seq, tile, rows, j, band, variant, extra, shape):
     """Scores where keys that a row does not see are -inf."""
     return gl.where(seen_keys(seq, tile, rows, j, band, variant, extra, shape), s, float("-inf"))
@@ -148,8 +163,8 @@ def step(
     """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added.
 
     Its weights are taken relative to what the row was measured by so far, which need not be its maximum: nothing waits
-    for one, and nothing is scaled anew. Only if a weight outgrows that reference, once in a while, is the tile done
-    again, with the maximum.
+    for one, and nothing is scaled anew. Only if a weight outgrows that reference, or a score what the softcap's
+    polynomial is good for, once in a while, is the tile done again: with the maximum, and the softcap itself.
     """
     acc, tail, p32, scale, shift, l_i = state
     p16 = as_operand(p32, io.q_desc.dtype, score_layout(low(shape.BLOCK_DV, shape.DV_HIGH)))
@@ -162,7 +177,8 @@ def step(
         s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
     else:
         s, acc, tail, p16 = warpgroup_mma_wait(2, deps=(s, acc, tail, p16))
-    s = modified(s, seq, tile, rows, j, variant, extra, shape)
+    far = scores.far(s, variant)
+    s = relative(s, shift, seq, tile, rows, j, variant, extra, shape)
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
     masked = (j >= tile.full_hi) | (j < tile.full_lo)
@@ -170,13 +186,15 @@ def step(
         if masked:
             s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
             poison = poisoned(v, i, seq, tile, rows, j, consumers.agreement, band, variant, extra, shape, W)
-    p = scores.weights(s, scale, shift)
+    if variant.fold:
+        s = scores.exponents(s, scale, shift)
+    p = gl.exp2(s)
     sums = scores.partial_sums(p)
     checked = sums
     if shape.CLEAN:
         checked += scores.spread(poison, sums)
     flags_smem = consumers.flags.index(W)
-    flags_smem.store(scores.by_warp(scores.outgrown(checked)))
+    flags_smem.store(scores.by_warp(scores.outgrown(checked) | far))
     acc, tail, p16 = added(acc, tail, p16, shape)
     p32 = packed(p, io.q_desc.dtype)
     release(v, i - 1)
@@ -189,7 +207,7 @@ def step(
             if masked:
                 s = hidden(s, seq, tile, rows, again, band, variant, extra, shape)
         scale, shift, safe, alpha = scores.reference(s, scale, shift, unit_of(io.qk_scale, variant))
-        p = scores.weights(s, scale, safe)
+        p = gl.exp2(scores.exponents(s, scale, safe))
         sums = scores.partial_sums(p)
         p32 = packed(p, io.q_desc.dtype)
         l_i = l_i * scores.spread(alpha, l_i)
@@ -229,7 +247,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
                 tail = marred(tail, poison)
     unit = unit_of(io.qk_scale, variant)
     scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
-    p = scores.weights(s, scale, safe)
+    p = gl.exp2(scores.exponents(s, scale, safe))
     p32 = kept(packed(p, io.q_desc.dtype), seq, tile, rows, top, work, variant, shape)
     state = acc, tail, p32, scale, shift, scores.partial_sums(p)
     last = tile.hi - tile.lo

@@ -115,16 +115,16 @@ def unit_of(qk_scale, variant):
 
 
 @gluon.jit
-def weights(s, scale, shift):
-    """``exp2(scale s - shift)``, scale and shift for each row: one instruction and the exponential."""
-    return gl.exp2(s * scale[:, None] - shift[:, None])
+def exponents(s, scale, shift):
+    """``scale s - shift``, scale and shift for each row: one instruction."""
+    return s * scale[:, None] - shift[:, None]
 
 
 @gluon.jit
 def reference(s, scale, shift, unit):
     """What a row is measured by from now on: its maximum so far, of `unit` times the scores `s` and of what it was.
 
-    Returns scale and shift for `weights`, the shift with 0 for -inf, and the factor on what has been summed before.
+    Returns scale and shift for `exponents`, the shift with 0 for -inf, and the factor on what has been summed before.
     """
     m_new = gl.maximum(shift / scale, gl.max(s, 1))  # [M]
     new_scale = gl.where(m_new == float("-inf"), unit, score.exact_scale(m_new, unit))
@@ -150,6 +150,18 @@ def spread(row, like):
 def outgrown(sums):
     """Where weights may be more than a 16-bit float holds, or the reference is none: NaN is neither more nor less."""
     return gl.where(sums <= 32768.0, 0, 1)
+
+
+@gluon.jit
+def far(s, variant):
+    """Of products as of `partial_sums`, where one is beyond `score.near_bound`; 0 where that does not matter."""
+    marks = 0
+    if variant.near:
+        # Of numbers that are not negative, the bits have the same order, and three of them a maximum.
+        squares = (s * s).to(gl.int32, bitcast=True).reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+        most = gl.max(gl.max(squares, 3), 1).to(gl.float32, bitcast=True)
+        marks = gl.where(most <= score.near_bound(variant), 0, 1)
+    return marks
 
 
 @gluon.jit

@@ -90,6 +90,12 @@ def _lengths_in_use(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
     return len_q, len_k if inputs.seqused_k is None else inputs.seqused_k
 
 
+def _near(problem: Problem, cap: float) -> bool:
+    """Whether `score.near_factor` can serve: its coefficients must be far from the ends of fp32."""
+    alone = problem.options.score_mod is None and not problem.has_alibi and not problem.has_bias
+    return alone and cap >= 1e-4 and 1e-4 <= problem.softmax_scale / cap <= 1e4
+
+
 def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
     """The variant without tests and plan, and what the score modification reads."""
     options, extra = problem.options, ()
@@ -101,7 +107,9 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
         "cap": options.softcap,
     }
     if options.softcap is not None:
-        fields["fine"] = tl.constexpr(problem.dtype.itemsize > 2 or options.softcap > _COARSE_CAP)
+        fine = problem.dtype.itemsize > 2 or options.softcap > _COARSE_CAP
+        fields["fine"] = tl.constexpr(fine)
+        fields["near"] = tl.constexpr(not fine and _near(problem, options.softcap))
     if options.score_mod is not None:
         fields["mod"], fields["dmod"], extra = compiled.score_functions(options.score_mod, problem.device)
     if inputs.alibi_slopes is not None:
