@@ -267,14 +267,14 @@ def test_scale_of_two_meanings() -> None:
     pages = torch.zeros(2, PAGE, HEADS, DIM).to(torch.float8_e4m3fn)
     arguments = {"cache_seqlens": _ints(3, 3), "page_table": torch.tensor([[0], [1]])}
     q = torch.zeros(2, 1, HEADS, DIM, dtype=torch.float16)
-    with pytest.raises(errors.ShapeError, match="with as many sequences as pages.*add a spare page"):
+    with pytest.raises(errors.ShapeError, match=r"with as many sequences as pages.*add a spare page"):
         tilewise.attention_with_kvcache(q, pages, pages, **arguments, k_scale=torch.ones(2, HEADS))
     with pytest.raises(errors.ShapeError, match=r"k_scale: got shape \[3\]"):
         tilewise.attention_with_kvcache(q, pages, pages, **arguments, k_scale=torch.ones(3))
 
 
 def test_ids_before_a_window_are_nobodys_business() -> None:
-    """Only pages that hold a visible key, or a new one, are looked at; the same page may serve many where it is read."""
+    """Only pages that hold a visible key, or a new one, are looked at."""
     call = _base(paged=True)
     call["page_table"] = torch.tensor([[7, 1, 0, 0], [-5, 10**6, 5, 0]])
     positional = [call.pop(name) for name in ("q", "k_cache", "v_cache")]

@@ -7,6 +7,7 @@ from .cache_api import attention_with_kvcache
 from .explain import Explanation, explain
 from .kvcache import Rotary
 from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
+from .paged_cache import PagedKVCache
 from .score_mods import ScoreMod
 from .softmax import merge_states
 
@@ -18,6 +19,7 @@ __all__ = [
     "Document",
     "Explanation",
     "Interval",
+    "PagedKVCache",
     "Predicate",
     "PrefixLM",
     "Rotary",

@@ -29,6 +29,10 @@ class UnsupportedError(TilewiseError, NotImplementedError):
     """The call is legal, but no backend (or not the one asked for) can serve it."""
 
 
+class OutOfPagesError(ArgumentError):
+    """A `PagedKVCache` has too few free pages for what is asked; it is as it was before."""
+
+
 def fail(kind: type[TilewiseError], argument: str, passed: object, supported: str, fix: str) -> NoReturn:
     """Raise `kind` with the one message format of the package.
 
