@@ -9,6 +9,7 @@ from .kvcache import Rotary
 from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
 from .paged_cache import PagedKVCache
 from .score_mods import ScoreMod
+from .shared_prefix import attention_with_shared_prefix
 from .softmax import merge_states
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "attention_with_kvcache",
+    "attention_with_shared_prefix",
     "errors",
     "explain",
     "masks",
