@@ -11,6 +11,7 @@ from .paged_cache import PagedKVCache
 from .score_mods import ScoreMod
 from .shared_prefix import attention_with_shared_prefix
 from .softmax import merge_states
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -34,4 +35,5 @@ __all__ = [
     "explain",
     "masks",
     "merge_states",
+    "warmup",
 ]

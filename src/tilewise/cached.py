@@ -43,6 +43,11 @@ def _static(spec: str) -> Static:
 def _serve(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     problem, inputs = _problem(arguments)
     cache_checks.metadata(problem, inputs)
+    return serve(problem, inputs)
+
+
+def serve(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call by the best backend, whatever lengths and tables hold."""
     backend = dispatch.module(dispatch.choose_cache(problem))
     with dispatch.plain_numerics(problem.device):
         return backend.attend_cache(problem, _placed(inputs))
