@@ -36,9 +36,12 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside its tensors' shapes. None means "not asked for"."""
+    """What a call asks for beside its tensors' shapes. None means "not asked for".
 
-    mask: Mask = masks.Full()
+    The mask has no default: an object there is more than PyTorch 2.11 traces under `torch.compile`.
+    """
+
+    mask: Mask
     align: str = BOTTOM_RIGHT
     score_mod: ScoreMod | None = None
     softcap: float | None = None
