@@ -55,6 +55,13 @@ def keys_from(n0, N: gl.constexpr):
 
 
 @gluon.jit
+def columns(N: gl.constexpr):
+    """The columns of a tile as two numbers to add, [1, N]: one for the thread, and one for the register, a constant."""
+    keys = keys_from(0, N)
+    return keys & 6, keys & ~6
+
+
+@gluon.jit
 def modified(s, variant, extra, seq, rows, n0):
     """Scores in base 2 of products, for whatever is more than a scale."""
     return score.scores_from(s, variant, extra, seq, rows[:, None], n0, keys_from(0, s.shape[1])).s
@@ -72,7 +79,16 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
     # This keeps it a branch: the compiler would rather compute and select in every tile.
     n0 = opaque(n0)
     rows = rows[:, None]
-    return score.visible(variant, extra, seq, rows, keys_from(n0, N), left, right) & (rows >= 0)
+    if variant.predicate is not None:
+        # A predicate may ask for the key alone: this makes it a tile.
+        seen = score.visible(variant, extra, seq, rows, keys_from(n0, N), left, right) & (rows >= 0)
+    else:
+        lo, hi = score.interval(variant, seq, rows, left, right)
+        lane, register = columns(N)
+        seen = register < hi - (n0 + lane)
+        if left is not None or variant.bounds is not None:
+            seen = (register >= lo - (n0 + lane)) & seen
+    return seen
 
 
 @gluon.jit

@@ -236,12 +236,12 @@ def bias_tile(variant, seq, rows, keys):
 
 
 @triton.jit
-def visible(variant, extra, seq, rows, keys, left, right):
-    """Which of `keys` each of `rows` sees: an interval of keys for each row, and the predicate.
+def interval(variant, seq, rows, left, right):
+    """The keys ``lo .. hi`` of each row before the predicate; `lo` means something where `left` or bounds are there.
 
-    Everything but the predicate goes into the interval, so that an element costs one comparison a side, and no more.
     Rows past the end see nothing.
     """
+    lo = rows
     hi = tl.where(rows < seq.len_q, seq.len_k, 0)
     if right is not None:
         hi = tl.minimum(hi, rows + (seq.off + right + 1))
@@ -251,11 +251,21 @@ def visible(variant, extra, seq, rows, keys, left, right):
         hi = tl.minimum(hi, tl.load(at + variant.bounds_side, mask=rows < seq.len_q, other=0))
         if left is not None:
             lo = tl.maximum(lo, rows + (seq.off - left))
-        seen = (keys >= lo) & (keys < hi)
     elif left is not None:
-        seen = (keys >= rows + (seq.off - left)) & (keys < hi)
-    else:
-        seen = keys < hi
+        lo = rows + (seq.off - left)
+    return lo, hi
+
+
+@triton.jit
+def visible(variant, extra, seq, rows, keys, left, right):
+    """Which of `keys` each of `rows` sees: an interval of keys for each row, and the predicate.
+
+    Everything but the predicate goes into the interval, so that an element costs one comparison a side, and no more.
+    """
+    lo, hi = interval(variant, seq, rows, left, right)
+    seen = keys < hi
+    if left is not None or variant.bounds is not None:
+        seen = (keys >= lo) & seen
     if variant.predicate is not None:
         at_q = tl.minimum(rows, seq.len_q - 1)
         at_k = tl.minimum(keys, seq.len_k - 1)
