@@ -459,13 +459,8 @@ def test_masks_and_score_mods_of_flex(variant: str, monkeypatch: pytest.MonkeyPa
 
 
 def readme_table() -> ModuleType:
-    return script("readme_table")
-
-
-def script(name: str) -> ModuleType:
-    """A script of benchmarks/, as a module."""
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
+    path = Path(__file__).parents[1] / "benchmarks" / "readme_table.py"
+    spec = importlib.util.spec_from_file_location("readme_table", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -503,25 +498,3 @@ def test_readme_shows_the_newest_figures() -> None:
     assert table.rewritten(readme, text) == f"above\n{table.BEGIN}{text}{table.END}below\n"
     with pytest.raises(SystemExit, match="no place for the figures"):
         table.rewritten("nothing", text)
-
-
-# ---- overhead beside other libraries
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
-def test_overhead_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("host_path")
-    monkeypatch.setattr(module, "CALLS", 2)
-    x = torch.randn(3, 1, 16, 2, 8)
-    found = module.overhead(
-        {**module.contestants(None), "broken": lambda *_: torch.tensor("no tensor")}, tuple(x), 1, "aot_eager"
-    )
-    numbers = [f"{mode}, {what}" for mode in ("eager", "compiled") for what in ("forward", "training")]
-    for name in ("tilewise", "sdpa"):
-        assert list(found[name]) == numbers
-        assert all(isinstance(value, float) and value > 0 for value in found[name].values())
-    assert set(found["broken"]) == set(numbers)
-    table = module.as_table(found)
-    assert table.startswith("| µs per call | eager, forward |")
-    assert "| broken | – | – | – | – |" in table
-    assert "broken, eager, forward: TypeError" in table

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CODE = [path for part in ("src", "tests", "tools", "benchmarks") for path in sorted((ROOT / part).rglob("*.py"))]
+FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
+CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 PACKAGE = [path for path in CODE if path.is_relative_to(ROOT / "src")]
 PAGE = [path for path in sorted((ROOT / "src" / "tilewise" / "report" / "page").iterdir()) if path.is_file()]
 
@@ -31,13 +32,17 @@ THEIRS = {
 
 # The one long signature: the entry points and what has to repeat theirs.
 LONG_SIGNATURES = {
-    "api.py": {"attention", "attention_varlen", "attention_with_kvcache"},
+    "api.py": {"attention", "attention_varlen"},
+    "cache_api.py": {"attention_with_kvcache"},
+    "shared_prefix.py": {"attention_with_shared_prefix"},
+    "paged_cache.py": {"__init__"},
     "explain.py": {"explain"},
     "arguments.py": {"prepare"},
     "cli.py": {"explain"},
     # Signatures of others.
     **dict.fromkeys(("flash_attn.py", "flash_attn_3.py", "flash_attn_kvcache.py", "flash_attn_interface.py"), THEIRS),
     "flash_attn_rotary_kernel.py": {"apply_rotary"},
+    "flex.py": {"flex"},
     "torch_sdpa.py": {"_flash_backward", "_flash_forward", "_sdpa_backward"},
     "transformers.py": {"attention"},
     "transformers_masks.py": {"attention_mask"},

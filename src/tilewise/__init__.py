@@ -4,6 +4,7 @@ from . import errors, masks
 from .api import attention, attention_varlen
 from .block_masks import BlockMask
 from .cache_api import attention_with_kvcache
+from .compat.flex import flex
 from .explain import Explanation, explain
 from .kvcache import Rotary
 from .masks import Causal, Document, Interval, Predicate, PrefixLM, Window
@@ -33,6 +34,7 @@ __all__ = [
     "attention_with_shared_prefix",
     "errors",
     "explain",
+    "flex",
     "masks",
     "merge_states",
     "warmup",

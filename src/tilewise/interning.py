@@ -30,6 +30,12 @@ def at_compile_time(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+def outside_compilation(fn: Any, why: str) -> None:
+    """Have `torch.compile` leave calls of `fn` alone: `torch.compiler.disable`, likewise without the compiler."""
+    fn._torchdynamo_disable = True
+    fn._torchdynamo_disable_msg = why
+
+
 def constant(value: Any) -> Any:
     """`value`, which `torch.compile` takes for a constant from here on: what is hashed cannot stay symbolic.
 

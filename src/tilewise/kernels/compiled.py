@@ -80,11 +80,10 @@ def id_at(ptr, strides, b, position):
     return tl.load(ptr + b.to(tl.int64) * strides[0] + position.to(tl.int64) * strides[1])
 
 
-# Functions of PyTorch that may be called beside operators.
+# Functions of PyTorch that may be called beside operators: Triton's of the same names, and one of ours.
 FUNCTIONS = {
-    **{name: getattr(tl, name) for name in ("abs", "where", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos")},
-    **{name: getattr(tl, name) for name in ("maximum", "minimum", "floor", "ceil", "sigmoid")},
-    "tanh": score.tanh,
+    *("abs", "where", "exp", "exp2", "log", "log2", "sqrt", "sin", "cos"),
+    *("maximum", "minimum", "floor", "ceil", "sigmoid", "tanh"),
 }
 
 
@@ -138,6 +137,11 @@ def _holds(node: ast.Lambda | ast.FunctionDef, fn: FunctionType) -> bool:
     return all(first <= spot <= last for spot in spots)
 
 
+def _of_triton(name: str) -> ast.Attribute:
+    """A function of Triton's language, found in its module at each call: that is where the interpreter replaces it."""
+    return ast.Attribute(ast.Name("tl", ast.Load()), name, ast.Load())
+
+
 class _Rewrite(ast.NodeTransformer):
     """One user function in Triton's language; `bound` collects what its text refers to.
 
@@ -184,7 +188,7 @@ class _Rewrite(ast.NodeTransformer):
             _refuse(
                 self.fn, f"a call of torch.{node.attr}", f"use operators and torch.{', torch.'.join(sorted(FUNCTIONS))}"
             )
-        return self._bind(FUNCTIONS[node.attr], f"_torch_{node.attr}")
+        return self._bind(score.tanh, "_tanh") if node.attr == "tanh" else _of_triton(node.attr)
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         name = node.id
@@ -198,7 +202,7 @@ class _Rewrite(ast.NodeTransformer):
         if isinstance(value, (bool, int, float)):
             return ast.Constant(value)
         if value is abs:
-            return self._bind(tl.abs, "_abs")
+            return _of_triton("abs")
         if isinstance(value, FunctionType):
             return self._bind(device_function(intern(value)), f"_{name}_{intern(value)}")
         _refuse(
