@@ -67,36 +67,21 @@ def prepare(
     return problem, inputs, return_lse
 
 
-def options_of(
-    dtype: torch.dtype,
-    needs_grad: bool,
-    *,
-    causal: Any = False,
-    window: Any = None,
-    mask: Any = None,
-    score_mod: Any = None,
-    softcap: Any = None,
-    softmax_scale: Any = None,
-    dropout_p: Any = 0.0,
-    deterministic: bool = False,
-    out_dtype: Any = None,
-    backend: Any = None,
-    validate: bool = False,
-) -> Options:
-    """The options of a call whose q has this dtype, checked; shorthands resolved."""
-    total = _mask(causal, window, mask)
+def options_of(dtype: torch.dtype, needs_grad: bool, **asked: Any) -> Options:
+    """The options of a call whose q has this dtype, checked, shorthands resolved; what is missing was not asked for."""
+    total = _mask(asked.get("causal", False), asked.get("window"), asked.get("mask"))
     return Options(
         mask=total,
         align=total.alignment() or BOTTOM_RIGHT,
-        score_mod=_score_mod(score_mod, needs_grad),
-        softcap=_positive("softcap", softcap, dtype),
-        softmax_scale=_positive("softmax_scale", softmax_scale, dtype),
-        dropout_keep=_dropout_keep(dropout_p),
-        deterministic=deterministic,
-        out_dtype=_out_dtype(out_dtype, dtype),
-        backend=backend,
+        score_mod=_score_mod(asked.get("score_mod"), needs_grad),
+        softcap=_positive("softcap", asked.get("softcap"), dtype),
+        softmax_scale=_positive("softmax_scale", asked.get("softmax_scale"), dtype),
+        dropout_keep=_dropout_keep(asked.get("dropout_p", 0.0)),
+        deterministic=asked.get("deterministic", False),
+        out_dtype=_out_dtype(asked.get("out_dtype"), dtype),
+        backend=asked.get("backend"),
         needs_grad=needs_grad,
-        validate=validate,
+        validate=asked.get("validate", False),
     )
 
 
