@@ -18,7 +18,7 @@ __all__ = [
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:  # noqa: A002 - flash-attn's name
-    """The rows ``input[indices]``; `input` [rows, ...], `indices` int64 [n]."""
+    """The rows ``input[indices]``; `input` [rows, ...], `indices` int32 or int64 [n]."""
     return input.index_select(0, indices)
 
 
@@ -32,7 +32,7 @@ def index_first_axis_residual(
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
     """[first_axis_dim, ...], 0 but for ``values [n, ...]`` in the rows `indices`, which differ from each other."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
 
 
 def unpad_input(
@@ -101,7 +101,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
     Args:
         hidden_states: [total, ...].
-        indices: int64 [total], from `unpad_input`.
+        indices: int32 or int64 [total], from `unpad_input`.
         batch: sequences.
         seqlen: the length to pad to.
     """
