@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[Budget, Budget]] = {
     "packed_causal": (Budget(360, 0, 420), Budget(385, 10, 2100)),
     "packed_window": (Budget(365, 0, 380), Budget(375, 4, 2000)),
     "softcap": (Budget(660), Budget(680)),
-    "alibi": (Budget(600, 0, 300), Budget(575, 0, 820)),
+    "alibi": (Budget(445), Budget(575, 0, 820)),
     "sinks": (Budget(355), Budget(365)),
     "bias": (Budget(920, 0, 350), Budget(945, 16, 1000)),
     "dropout": (Budget(1075), Budget(1075)),

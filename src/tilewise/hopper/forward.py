@@ -19,7 +19,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ..kernels import score
 from ..kernels.score import Variant
 from . import scores
 from .epilogue import store
@@ -39,6 +38,7 @@ from .work import (
     rows_of,
     seen_keys,
     sequence_of,
+    slope_of,
     tile_of,
 )
 
@@ -104,24 +104,26 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 
 @gluon.jit
-def modified(s, seq, tile, rows, j, variant, extra, shape):
-    """Scores of the products with the j-th key tile, before the mask."""
-    if not variant.fold:
-        s = scores.modified(s, variant, extra, own(seq, rows, shape), rows, first_key(tile, j, variant, shape))
-    return s
+def modified(s, less, seq, tile, rows, j, slope, band, variant, extra, shape, EXACT: gl.constexpr):
+    """Scores of the products with the j-th key tile before the mask, less a number for each row; plain ones remain.
 
-
-@gluon.jit
-def relative(s, shift, seq, tile, rows, j, variant, extra, shape):
-    """`modified` less the reference of the rows, unless a scale is all: one instruction with what comes before it.
-
-    The softcap is that of `score.near_factor`.
+    Where a score is a scale, a softcap and ALiBi, subtracting is one instruction with what comes before it.
     """
     if not variant.fold:
-        if variant.near:
-            s = s * score.near_factor(s, variant) - shift[:, None]
+        n0 = first_key(tile, j, variant, shape)
+        if variant.mod is None and variant.bias is None:
+            # Of the rows of all consumers: a tile near the diagonal may be taken for one that it crosses.
+            first, last = tile.m0 + seq.off, tile.m0 + shape.BLOCK_M // shape.STACK - 1 + seq.off
+            diagonal = rows + (seq.off - n0)
+            s = scores.straight(s, less, slope, diagonal, n0 > last, variant, EXACT)
+            if variant.slopes is not None:
+                crossed = (n0 <= last) & (n0 + shape.BLOCK_N - 1 > first)
+                if band.right is not None:
+                    crossed &= band.right > 0
+                if crossed:
+                    s = scores.bent(s, slope, diagonal)
         else:
-            s = modified(s, seq, tile, rows, j, variant, extra, shape) - shift[:, None]
+            s = scores.modified(s, variant, extra, own(seq, rows, shape), rows, n0) - less[:, None]
     return s
 
 
@@ -158,7 +160,8 @@ def kept(p32, seq, tile, rows, j, work, variant, shape):
 
 @gluon.jit
 def step(
-    state, q_smem, zero, k, v, seq, tile, rows, j, i, io, consumers, band, work, variant, extra, shape, W: gl.constexpr
+    state, q_smem, zero, k, v, seq, tile, rows, j, i, slope,
+    io, consumers, band, work, variant, extra, shape, W: gl.constexpr,
 ):  # fmt: skip
     """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added.
 
@@ -178,7 +181,7 @@ def step(
     else:
         s, acc, tail, p16 = warpgroup_mma_wait(2, deps=(s, acc, tail, p16))
     far = scores.far(s, variant)
-    s = relative(s, shift, seq, tile, rows, j, variant, extra, shape)
+    s = modified(s, shift, seq, tile, rows, j, slope, band, variant, extra, shape, False)
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
     masked = (j >= tile.full_hi) | (j < tile.full_lo)
@@ -202,7 +205,8 @@ def step(
         s = warpgroup_mma_wait(0, deps=(multiply(q_smem, k_smem, zero, shape),))
         # What the first time has computed costs registers if it is kept for the second.
         again = scores.opaque(j)
-        s = modified(s, seq, tile, rows, again, variant, extra, shape)
+        none = each_row(rows, 0.0)
+        s = modified(s, none, seq, tile, rows, again, slope, band, variant, extra, shape, True)
         if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
             if masked:
                 s = hidden(s, seq, tile, rows, again, band, variant, extra, shape)
@@ -233,7 +237,9 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, i)
     top = tile.hi - 1
-    s = modified(s, seq, tile, rows, top, variant, extra, shape)
+    slope = slope_of(variant, seq, rows, shape)
+    none = each_row(rows, 0.0)
+    s = modified(s, none, seq, tile, rows, top, slope, band, variant, extra, shape, True)
     acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
     tail = 0
     if shape.DV_HIGH != 0:
@@ -253,7 +259,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(
-            state, q_smem, zero, k, v, seq, tile, rows, top - d, i + d,
+            state, q_smem, zero, k, v, seq, tile, rows, top - d, i + d, slope,
             io, consumers, band, work, variant, extra, shape, W,
         )  # fmt: skip
     return state, i + last

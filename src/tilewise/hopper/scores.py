@@ -68,9 +68,40 @@ def modified(s, variant, extra, seq, rows, n0):
 
 
 @gluon.jit
+def straight(s, less, slope, diagonal, beyond, variant, EXACT: gl.constexpr):
+    """Scores in base 2 less a number for each row, of products with keys that are all on one side of the diagonal.
+
+    ALiBi is then linear: a part for each row, which goes with that number, and one for each key, which is a constant
+    for each register. `diagonal` [M] is that key of each row, counted from the tile; `beyond` says whether all keys are
+    to its right. Without EXACT the softcap is as `far` allows.
+    """
+    line = -less[:, None]
+    if variant.slopes is not None:
+        lane, register = columns(s.shape[1])
+        slope = slope * gl.where(beyond, -1.0, 1.0)
+        line = line - slope * (diagonal[:, None].to(gl.float32) - lane.to(gl.float32))
+        line = line + slope * register.to(gl.float32)
+    if variant.cap is None:
+        s = s * (variant.scale * score.LOG2E) + line
+    elif variant.near and not EXACT:
+        s = s * score.near_factor(s, variant) + line
+    else:
+        s = score.softcapped(s, variant)[0] + line
+    return s
+
+
+@gluon.jit
 def opaque(x):
     """An integer of which the compiler cannot know that it is `x`: it shares nothing, and foresees nothing."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bent(s, slope, diagonal):
+    """`straight` of keys on both sides of the diagonal: those beyond were given what they lose."""
+    lane, register = columns(s.shape[1])
+    beyond = gl.maximum(register - (opaque(diagonal)[:, None] - lane), 0)
+    return s - (2.0 * slope) * beyond.to(gl.float32)
 
 
 @gluon.jit

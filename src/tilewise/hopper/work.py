@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from ..kernels import score
 from ..kernels.score import Sequence
 from . import scores
 from .packed import RECORD
@@ -162,6 +163,15 @@ def own(seq, rows, shape):
         head = heads_of(seq, rows, shape)[:, None]
         seq = Sequence(seq.b, head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
     return seq
+
+
+@gluon.jit
+def slope_of(variant, seq, rows, shape):
+    """The ALiBi slope in base 2 of a head, or those of rows, [M, 1]: a load in the loop would be waited for."""
+    slope = 0.0
+    if variant.slopes is not None:
+        slope = score.slope(variant, own(seq, rows, shape)) * score.LOG2E
+    return slope
 
 
 @gluon.jit

@@ -92,7 +92,7 @@ def _lengths_in_use(problem: Problem, inputs: Inputs) -> tuple[Any, Any]:
 
 def _near(problem: Problem, cap: float) -> bool:
     """Whether `score.near_factor` can serve: its coefficients must be far from the ends of fp32."""
-    alone = problem.options.score_mod is None and not problem.has_alibi and not problem.has_bias
+    alone = problem.options.score_mod is None and not problem.has_bias
     return alone and cap >= 1e-4 and 1e-4 <= problem.softmax_scale / cap <= 1e4
 
 
