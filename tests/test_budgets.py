@@ -43,6 +43,7 @@ LONG_SIGNATURES = {
     **dict.fromkeys(("flash_attn.py", "flash_attn_3.py", "flash_attn_kvcache.py", "flash_attn_interface.py"), THEIRS),
     "flash_attn_rotary_kernel.py": {"apply_rotary"},
     "flex.py": {"flex"},
+    "nn.py": {"__init__"},
     "torch_sdpa.py": {"_flash_backward", "_flash_forward", "_sdpa_backward"},
     "transformers.py": {"attention"},
     "transformers_masks.py": {"attention_mask"},

@@ -36,3 +36,10 @@ def test_generate_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         load("generate").main(["--count", "200"])
     assert "--count 200 makes texts of 278 bytes; the model has read 160 at most" in capsys.readouterr().err
+
+
+def test_convert_mha(capsys: pytest.CaptureFixture[str]) -> None:
+    """A converted module gives what PyTorch's gives, gradients included."""
+    assert load("convert_mha").main(["--seqlen", "200"]) < 1e-5
+    said = capsys.readouterr().out
+    assert "with a zero key" in said and "200 tokens, causal" in said
