@@ -9,7 +9,7 @@ import torch
 
 # What a backend may decline, by a piece of its stated reason; a backend without a row declines nothing.
 MAY_REFUSE: dict[str, tuple[str, ...]] = {
-    "triton": ("torch.float64 inputs", "no kernel for key/value caches"),
+    "triton": ("torch.float64 inputs",),
     "hopper": (
         "inputs; it takes float16 and bfloat16",
         "a head dim above 256",

@@ -24,7 +24,7 @@ class TileConfig:
     """Rows and keys of one step, and how many warps and pipeline stages a kernel runs it with.
 
     `max_registers` bounds the registers of a thread so that more programs share a multiprocessor; 0 leaves them to
-    the compiler.
+    the compiler. `programs` is how many of a kernel whose programs share all work run on a multiprocessor.
     """
 
     block_m: int
@@ -32,6 +32,7 @@ class TileConfig:
     num_warps: int = 0
     num_stages: int = 0
     max_registers: int = 0
+    programs: int = 0
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -41,6 +42,8 @@ class TileConfig:
 
 
 ANY = "any"
+# Of a call with a cache, rows of a tile that has at most so many keys are not split among programs.
+WHOLE_KEYS = 256
 
 # fmt: off
 TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
@@ -56,6 +59,21 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "dk", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dbias", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
+    ("triton", "decode 16", "interpreter", ANY, 576): TileConfig(16, 32, 4, 1, programs=3),
+    ("triton", "decode 64", "interpreter", ANY, 576): TileConfig(32, 32, 4, 1, programs=3),
+    ("triton", "decode 128", "interpreter", ANY, 576): TileConfig(64, 32, 4, 1, programs=3),
+    ("triton", "decode 16", "hopper", "16bit", 64): TileConfig(16, 128, 4, 3, programs=2),
+    ("triton", "decode 16", "hopper", "16bit", 128): TileConfig(16, 64, 4, 3, programs=2),
+    ("triton", "decode 16", "hopper", "16bit", 256): TileConfig(16, 32, 4, 3, programs=2),
+    ("triton", "decode 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=1),
+    ("triton", "decode 64", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
+    ("triton", "decode 64", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 64", "hopper", "16bit", 256): TileConfig(64, 32, 4, 2, programs=1),
+    ("triton", "decode 64", "hopper", "16bit", 576): TileConfig(64, 32, 8, 2, programs=1),
+    ("triton", "decode 128", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
+    ("triton", "decode 128", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 128", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2, programs=1),
+    ("triton", "decode 128", "hopper", "16bit", 576): TileConfig(64, 32, 8, 2, programs=1),
     ("triton", "delta", ANY, ANY, 512): TileConfig(32, 0, 4, 1),
     ("triton", "forward", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 160),  # 421/406, 366
     ("triton", "forward", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3),  # 469/490, 409

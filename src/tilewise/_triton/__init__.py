@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import triton
 from .. import errors, tiles
 from ..kernels import compiled
 from ..kernels.replay import Repeated, Tape
+from ..kvcache import CacheInputs, CacheProblem
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
+from .cache_launch import attend_cache as _attend_cache
 from .forward import forward as _forward
 from .gradients import backward as _backward
 
@@ -89,3 +92,30 @@ def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
         return tuple(_backward(problem, given, (out, lse), (do, dlse), needs, partial(tile, problem), tape).values())
 
     return Repeated(run, tuple)
+
+
+# Packed rows (query rows times heads of a group) up to which there is a tile of its own.
+_FEW = (16, 64)
+
+
+def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
+    """Why this backend cannot serve a call with a cache; empty if it can."""
+    within = replace(problem.attention, head_dim=min(problem.attention.head_dim, _MAX_HEAD_DIM))
+    reasons = unsupported_reasons(within)
+    capability = problem.attention.capability
+    if problem.quantized and capability is not None and capability < (8, 9):
+        reasons.append(f"a float8_e4m3fn cache on compute capability {capability[0]}.{capability[1]}, before 8.9")
+    return reasons
+
+
+def cache_tile(problem: CacheProblem) -> TileConfig:
+    """Tile of a call with a cache, by the packed rows of its longest sequence."""
+    call = problem.attention
+    rows = call.seqlen_q * call.group_size
+    size = next((few for few in _FEW if rows <= few), 128)
+    return tiles.lookup(NAME, f"decode {size}", call.dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
+
+
+def attend_cache(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
+    return _attend_cache(problem, inputs, cache_tile(problem))

@@ -1,0 +1,497 @@
+"""Attention over a key/value cache: ``o = softmax(s) v``, the keys of a row tile split among programs.
+
+A program takes an even share of all tiles of keys (`decode.plan`), one piece of an item after the other. The rows of a
+tile are the query rows of all heads of a key head's group, packed, so keys and values come from memory once. Pieces
+that are no whole item leave a partial output and LSE, which `combine` merges.
+
+HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per program.
+
+*Handles* every `kvcache.CacheProblem` but fp64. *Not here*: appending (`append`), merging (`combine`).
+
+Source: FlashAttention-2 (Dao, 2023), Algorithm 1; Flash-Decoding (Dao et al., 2023); Flash-Decoding++ (Hong et al.,
+2023), section 3, for the unified maximum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..kernels import score
+from ..kernels.score import LN2, LOG2E, Sequence
+from . import cache, decode_plan, device, rotary
+from .cache import Limits
+from .decode_plan import Work
+
+# The largest score of a row may be so far from the assumed maximum, in base 2: then weights, and sums of 2**40 of them,
+# are normal numbers of fp32 and bf16.
+REACH = tl.constexpr(86.0)
+# The same for weights in fp16, above and below: their largest is between 2**-4 and 2**15.
+REACH_FP16 = tl.constexpr(15.0)
+SHRINK_FP16 = tl.constexpr(4.0)
+PER_ITEM = tl.constexpr(1)
+PER_PAGE = tl.constexpr(2)
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes.
+
+    BLOCK_MAIN, BLOCK_REST: parts, powers of two, that together hold the head dim; BLOCK_REST may be 0. PAGE: slots of a
+    page, 0 of a contiguous cache; WHOLE_PAGE: a tile of keys never crosses pages. SHARED: values are the first
+    BLOCK_MAIN dims of the keys. MODE: see `decode_plan`. Scales of an fp8 cache: K_SCALES, V_SCALES are 0, PER_ITEM or
+    PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are. FACTOR: whether the first is scaled.
+    """
+
+    HEADS: Any
+    HEADS_KV: Any
+    GROUP: Any
+    TOP_LEFT: Any
+    RAGGED: Any
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_MAIN: Any
+    BLOCK_REST: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PAGE: Any
+    WHOLE_PAGE: Any
+    SHARED: Any
+    MODE: Any
+    K_SCALES: Any
+    V_SCALES: Any
+    K_TYPE: Any
+    V_TYPE: Any
+    FACTOR: Any
+
+
+class Parts(NamedTuple):
+    """Partial results: fp32 [slots, BLOCK_M, head_dim_v] and [slots, BLOCK_M], and what programs tell `combine`.
+
+    `cuts`, int32 [programs, 4], of a balanced plan: for each program the item whose first piece is its last one, as
+    group and key head, and how many pieces that has; 0: there is none.
+    """
+
+    out: Any
+    lse: Any
+    cuts: Any
+
+
+class Tiles(NamedTuple):
+    """The packed rows of an item: both parts of q, what products with it are to be multiplied by, and row numbers.
+
+    `rest` counts if BLOCK_REST is not 0, `factor` if FACTOR is set: a record made in a kernel holds no None.
+    """
+
+    main: Any
+    rest: Any
+    factor: Any
+    rows: Any
+
+
+class Span(NamedTuple):
+    """The tiles ``lo .. hi`` of a piece, of which ``full_lo .. full_hi`` need no element test.
+
+    `first .. last` are the keys that any row of the item sees.
+    """
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+    first: Any
+    last: Any
+
+
+@triton.jit
+def span_of(piece, group, tree, left, right, shape):
+    """The tiles of a piece."""
+    seq = group.seq
+    full_first = group.lo
+    full_last = seq.len_k
+    if left is not None:
+        full_first = tl.maximum(full_first, group.last_row - 1 + seq.off - left)
+    if right is not None:
+        full_last = tl.minimum(full_last, group.first_row + seq.off + right + 1)
+    if tree is not None:
+        full_last = tl.minimum(full_last, seq.len_k - seq.len_q)
+    lo = piece.lo // shape.BLOCK_N
+    hi = tl.where(piece.hi > piece.lo, tl.cdiv(piece.hi, shape.BLOCK_N), lo)
+    full_lo = cache.clamp(tl.cdiv(full_first, shape.BLOCK_N), lo, hi)
+    full_hi = cache.clamp(tl.maximum(full_last, 0) // shape.BLOCK_N, full_lo, hi)
+    return Span(lo, full_lo, full_hi, hi, group.lo, group.hi)
+
+
+@triton.jit
+def visible(variant, extra, tree, seq, rows, keys, left, right):
+    """`score.visible`, and the tree: what each row sees of the newest keys."""
+    seen = score.visible(variant, extra, seq, rows, keys, left, right)
+    if tree is not None:
+        column = keys - (seq.len_k - seq.len_q)
+        inside = (column >= 0) & (column < seq.len_q) & (rows < seq.len_q)
+        at = tree.ptr + seq.b.to(tl.int64) * tree.batch + rows * tree.seq + column * tree.head
+        seen = seen & ((column < 0) | (tl.load(at, mask=inside, other=0) != 0))
+    return seen
+
+
+@triton.jit
+def products(tiles, k_main, k_rest, shape):
+    """``q k^T`` in fp32, [M, N]."""
+    s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+    if shape.BLOCK_REST > 0:
+        s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+    if shape.FACTOR:
+        s = s * tiles.factor[:, None]
+    return s
+
+
+@triton.jit
+def update(acc, l_i, m_i, s, assumed, variant, MASKED: tl.constexpr):
+    """The state rescaled for, and with the sums of, a tile of scores; and their weights, [M, N]."""
+    if assumed is not None:
+        # m_i is the largest score so far of each row and column; nothing depends on it here.
+        p = tl.exp2(s * (variant.scale * LOG2E) - assumed) if variant.fold else tl.exp2(s - assumed)
+        m_i = tl.maximum(m_i, s)
+        l_i += p
+    else:
+        m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
+        m_safe = m_new
+        if MASKED or not variant.fold:
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if variant.fold:
+            # Scaling and subtracting the maximum are one instruction here.
+            scale = score.exact_scale(m_safe, tl.zeros((), tl.float32) + variant.scale * LOG2E)
+            p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])
+            alpha = tl.exp2((m_i - m_safe) * (variant.scale * LOG2E))
+        else:
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+        # Summed over columns after the last tile: the warps of a tile with few rows have columns of their own.
+        l_i = l_i * alpha[:, None] + p
+        acc = acc * alpha[:, None]
+        m_i = m_new
+    return acc, l_i, m_i, p
+
+
+@triton.jit
+def _attend(
+    state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, assumed,
+    lo, hi, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The loop body, over the tiles ``lo .. hi``; `place` is the row of the cache and the key head."""
+    acc, l_i, m_i = state
+    row, h = place
+    rows = tiles.rows
+    offs_n = tl.arange(0, shape.BLOCK_N)
+    pages = row
+    if shape.PAGE > 0:
+        pages = cache.tile_pages(
+            slots, seq, lo * shape.BLOCK_N, offs_n, span.first, span.last, limits, shape.PAGE, shape.WHOLE_PAGE
+        )
+    for i in tl.range(lo, hi):
+        n0 = i * shape.BLOCK_N
+        here = pages
+        if shape.PAGE > 0:
+            # The ids of the next tile are on their way while this one is computed.
+            n1 = tl.where(i + 1 < hi, n0 + shape.BLOCK_N, span.last)
+            pages = cache.tile_pages(
+                slots, seq, n1, offs_n, span.first, span.last, limits, shape.PAGE, shape.WHOLE_PAGE
+            )
+        inside = (n0 + offs_n >= span.first) & (n0 + offs_n < span.last)
+        k_base, k_rows = cache.tile_rows(k, row, seq, h, n0, offs_n, here, shape.PAGE, shape.WHOLE_PAGE)
+        k_main = cache.load_tile(k_base, k_rows, inside, 0, shape.HEAD_DIM, shape.BLOCK_MAIN, MASKED)
+        k_rest = k_main
+        if shape.BLOCK_REST > 0:
+            k_rest = cache.load_tile(k_base, k_rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, MASKED)
+        s = products(tiles, k_main, k_rest, shape)
+        if shape.K_SCALES == PER_PAGE:
+            k_page = tl.load(scales.k + here * scales.k_row + h * scales.k_head)
+            s = s * (k_page if shape.WHOLE_PAGE else k_page[None, :])
+        if not variant.fold:
+            s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
+        if MASKED:
+            seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], left, right)
+            s = tl.where(seen, s, float("-inf"))
+        acc, l_i, m_i, p = update(acc, l_i, m_i, s, assumed, variant, MASKED)
+        if shape.SHARED:
+            v_tile = k_main
+        else:
+            v_base, v_rows = cache.tile_rows(v, row, seq, h, n0, offs_n, here, shape.PAGE, shape.WHOLE_PAGE)
+            v_tile = cache.load_tile(v_base, v_rows, inside, 0, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        if shape.V_SCALES == PER_PAGE:
+            v_page = tl.load(scales.v + here * scales.v_row + h * scales.v_head)
+            v_tile = v_tile.to(tl.float32) * (v_page if shape.WHOLE_PAGE else v_page[:, None])
+        v_tile = v_tile.to(shape.V_TYPE)
+        if MASKED:
+            # What is not finite in v reaches the rows that see it, and no others.
+            strange_tile = device.any_strange(v_tile)
+            if strange_tile:
+                v_tile, strange = device.finite(v_tile)
+                seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], left, right)
+                poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
+                acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
+    return acc, l_i, m_i
+
+
+@triton.jit
+def walk(
+    state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, assumed
+):  # fmt: skip
+    """`_attend` over a piece: at most three stretches of tiles, those between the edges without element tests."""
+    if variant.predicate is not None:
+        state = _attend(
+            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+            assumed, span.lo, span.hi, True,
+        )  # fmt: skip
+    else:
+        if left is not None:
+            state = _attend(
+                state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+                assumed, span.lo, span.full_lo, True,
+            )  # fmt: skip
+        state = _attend(
+            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+            assumed, span.full_lo, span.full_hi, False,
+        )  # fmt: skip
+        state = _attend(
+            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+            assumed, span.full_hi, span.hi, True,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
+def factor_of(main, rest):
+    """A power of two for each row of q, by which its elements are at most 2 in size."""
+    peak = tl.maximum(tl.max(tl.abs(main.to(tl.float32)), 1), tl.max(tl.abs(rest.to(tl.float32)), 1))
+    whole = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    # Not where it, or its reciprocal, is 0 or infinite.
+    return tl.where((whole > 1e-30) & (whole < 1e30), whole, 1.0)
+
+
+@triton.jit
+def item_scale(ptr, row, head, seq, h):
+    """The scale of a sequence and key head."""
+    return tl.load(ptr + seq.b.to(tl.int64) * row + h * head)
+
+
+@triton.jit
+def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits, shape):
+    """The rows of q of an item, rotated, and scaled down where products are in fp16 and q is not."""
+    seq = group.seq
+    inside = packed < seq.len_q * shape.GROUP
+    i = packed // shape.GROUP
+    base = q.ptr + seq.b.to(tl.int64) * q.batch + seq.q_start * q.seq
+    rows = i.to(tl.int64) * q.seq + heads.to(tl.int64) * q.head
+    if rope is None:
+        main = cache.load_tile(base, rows, inside, 0, shape.HEAD_DIM, shape.BLOCK_MAIN, True)
+    else:
+        used = cache.slots_in_use(slots, seq.b, limits)
+        new = seq.k_start + seq.len_k - used
+        at = rotary.first_position(rope, seq.b, used) + new - seq.len_q + i
+        main = rotary.load_rotated(
+            base, rows, inside, at, rope_length, rope, 0, shape.HEAD_DIM, shape.BLOCK_MAIN
+        )  # fmt: skip
+    rest = main
+    if shape.BLOCK_REST > 0:
+        if rope is None:
+            rest = cache.load_tile(base, rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, True)
+        else:
+            rest = rotary.load_rotated(
+                base, rows, inside, at, rope_length, rope, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST
+            )  # fmt: skip
+    factor = tl.full([shape.BLOCK_M], 1.0, tl.float32)
+    if main.dtype != shape.K_TYPE:
+        factor = factor_of(main, rest)
+        main = (main.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
+        rest = (rest.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
+    if shape.K_SCALES == PER_ITEM:
+        factor *= item_scale(scales.k, scales.k_row, scales.k_head, seq, h)
+    return Tiles(main, rest, factor, i[:, None])
+
+
+@triton.jit
+def true_state(sink, variant, shape):
+    """The state before the first tile; a sink is a key with value 0 that every row has already seen."""
+    m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32)
+    if sink is not None:
+        m_i = sink / variant.scale if variant.fold else sink * LOG2E
+        l_i += tl.where(tl.arange(0, shape.BLOCK_N) == 0, 1.0, 0.0)[None, :]
+    return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
+
+
+@triton.jit
+def assumed_state(sink, assumed, variant, shape):
+    """The same where the maximum is assumed."""
+    l_i = tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32)
+    peak = l_i + float("-inf")
+    if sink is not None:
+        first = (tl.arange(0, shape.BLOCK_N) == 0)[None, :]
+        peak = tl.where(first, (sink / variant.scale if variant.fold else sink * LOG2E)[:, None], peak)
+        l_i = tl.where(first, tl.exp2(sink * LOG2E - assumed)[:, None], l_i)
+    return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, peak
+
+
+@triton.jit
+def finished(acc, l_i, m_i, scale):
+    """Output and natural-log LSE from sums and maximum (times `scale`)."""
+    l_i = tl.sum(l_i, 1)
+    # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    lse = tl.where(empty, float("-inf"), m_i * scale + tl.log(l_i))
+    return acc / l_i[:, None], lse
+
+
+@triton.jit
+def compute(
+    tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right, phi
+):  # fmt: skip
+    """Output [M, Dv] and LSE [M] of an item over a piece of its keys."""
+    lse_scale = variant.scale if variant.fold else LN2
+    if phi is None:
+        state = true_state(sink, variant, shape)
+        acc, l_i, m_i = walk(
+            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, None
+        )  # fmt: skip
+        o, lse = finished(acc, l_i, m_i, lse_scale)
+    else:
+        assumed = phi * LOG2E
+        if tl.float16 == shape.V_TYPE:
+            assumed -= SHRINK_FP16 + SHRINK_FP16
+        state = assumed_state(sink, assumed, variant, shape)
+        acc, l_i, peak = walk(
+            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+            assumed,
+        )  # fmt: skip
+        top = tl.max(peak, 1) * (variant.scale * LOG2E if variant.fold else 1.0) - assumed
+        o, lse = finished(acc, l_i, tl.zeros_like(top) + assumed, LN2)
+        # Values may be so large that their weighted sum overflows where their mean does not.
+        wrong = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1) > 0
+        if tl.float16 == shape.V_TYPE:
+            wrong = wrong | (top > REACH_FP16) | (top < -SHRINK_FP16)
+        else:
+            wrong = wrong | (tl.abs(top) > REACH)
+        wrong = wrong & (top != float("-inf")) & (tl.max(tiles.rows, 1) < seq.len_q)
+        if tl.max(wrong.to(tl.int32), 0) > 0:
+            state = true_state(sink, variant, shape)
+            acc, l_i, m_i = walk(
+                state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
+                None,
+            )  # fmt: skip
+            exact, exact_lse = finished(acc, l_i, m_i, lse_scale)
+            # The other rows keep their bits.
+            o = tl.where(wrong[:, None], exact, o)
+            lse = tl.where(wrong, exact_lse, lse)
+    return o, lse
+
+
+@triton.jit
+def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, stat_rows, shape):
+    """A whole item's rows to the output, another piece's to its slot."""
+    i = packed // shape.GROUP
+    d = tl.arange(0, shape.BLOCK_DV)
+    inside = packed < seq.len_q * shape.GROUP
+    real = inside[:, None] & (d < shape.HEAD_DIM_V)[None, :]
+    if slot < 0:
+        base = out.ptr + seq.b.to(tl.int64) * out.batch + seq.q_start * out.seq
+        rows = i.to(tl.int64) * out.seq + heads.to(tl.int64) * out.head
+        tl.store(base + rows[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=real)
+        tl.store(lse + stat_at(seq, heads, i, stat_rows, shape), lse_tile, mask=inside)
+    else:
+        rows = slot.to(tl.int64) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
+        tl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], o, mask=real)
+        tl.store(parts.lse + rows, lse_tile, mask=inside)
+
+
+@triton.jit
+def stat_at(seq, heads, i, stat_rows, shape):
+    """Where the LSE of rows is: [B, Hq, stat_rows], or ragged [Hq, stat_rows]."""
+    head = heads.to(tl.int64)
+    if not shape.RAGGED:
+        head += seq.b.to(tl.int64) * shape.HEADS
+    return head * stat_rows + seq.q_start + i
+
+
+@triton.jit
+def clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape):
+    """Rows of a ragged q that belong to no sequence are 0, with LSE -inf."""
+    d = tl.arange(0, shape.BLOCK_DV)
+    end = cache.clamp(tl.load(slots.cu_q + limits.batch), 0, limits.total_q).to(tl.int32)
+    for row in range(end + program, limits.total_q, programs):
+        for head in range(shape.HEADS):
+            at = out.ptr + row.to(tl.int64) * out.seq + head * out.head
+            tl.store(at + d, tl.zeros_like(d).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
+            tl.store(lse + tl.cast(head, tl.int64) * stat_rows + row, float("-inf"))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "row_tiles", "splits",
+        "cut", "whole", "stat_rows", "rope_length", "left", "right",
+    ],
+    do_not_specialize_on_alignment=["sinks"],
+)  # fmt: skip
+def decode_kernel(
+    q, k, v, out, lse, parts, slots, scales, rope, tree, sinks, variant, extra, shape,
+    batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, row_tiles, splits, cut, whole, stat_rows,
+    rope_length, left, right, phi,
+):  # fmt: skip
+    """Programs: as many as the device runs at once, each with its share of all work."""
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row)
+    work = Work(row_tiles, splits, cut, whole)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    mine = decode_plan.share(program, programs, slots, limits, work, shape, left, right)
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    # The item whose first piece is this program's last.
+    cut_group = g
+    cut_head = g
+    cut_pieces = g * 0
+    while unit < mine.last:
+        group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
+        width = group.units * shape.HEADS_KV
+        if unit < begin + width:
+            h = (unit - begin) // group.units
+            start = begin + h * group.units
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            packed = group.row0 + tl.arange(0, shape.BLOCK_M)
+            heads = h * shape.GROUP + packed % shape.GROUP
+            seq = Sequence(
+                group.seq.b, heads[:, None], group.seq.q_start, group.seq.k_start, group.seq.len_q, group.seq.len_k,
+                group.seq.off,
+            )  # fmt: skip
+            tiles = load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits, shape)
+            sink = None
+            if sinks is not None:
+                # Counted once, with an item's first keys.
+                sink = tl.where(piece.is_first, tl.load(sinks + heads).to(tl.float32), float("-inf"))
+            span = span_of(piece, group, tree, left, right, shape)
+            place = cache.row_of(slots, group.seq.b, limits), h
+            o, lse_tile = compute(
+                tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right,
+                phi,
+            )  # fmt: skip
+            if shape.V_SCALES == PER_ITEM:
+                o = o * item_scale(scales.v, scales.v_row, scales.v_head, seq, h)
+            store_rows(out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, stat_rows, shape)
+            if piece.is_first & (piece.slot >= 0):
+                cut_group = g
+                cut_head = h
+                cut_pieces = decode_plan.pieces_from(program, programs, start, group.units, mine.total)
+            unit = piece.stop
+        if unit >= begin + width:
+            begin += width
+            g += 1
+    if parts.cuts is not None:
+        tl.store(parts.cuts + program * 4, cut_group)
+        tl.store(parts.cuts + program * 4 + 1, cut_head)
+        tl.store(parts.cuts + program * 4 + 2, cut_pieces)
+    if shape.RAGGED:
+        clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape)

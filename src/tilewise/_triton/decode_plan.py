@@ -1,0 +1,181 @@
+"""`decode.plan` in closed form, on the device: what each program of a split-KV kernel has to do.
+
+Items that differ by their key head alone have the same keys, so they are counted together, as a *group*: group
+``g = b · row_tiles + m``, with ``units`` for each of its heads. A unit is what cannot be cut: a tile of keys of a
+balanced plan, a piece of a fixed one. Programs share all units, group after group and head after head, evenly.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import cache
+
+# How a plan cuts: evenly among programs, at multiples of so many keys, or into so many parts.
+BALANCED = tl.constexpr(0)
+BY_SIZE = tl.constexpr(1)
+BY_NUMBER = tl.constexpr(2)
+# `kvcache.SPLIT_UNIT`, as a kernel may name it.
+SPLIT_UNIT = tl.constexpr(128)
+# Groups that a program looks at in one go.
+_CHUNK = tl.constexpr(128)
+
+
+class Work(NamedTuple):
+    """The sizes of a plan: of `decode.plan.Plan`, `cut` being split_size or num_splits."""
+
+    row_tiles: Any
+    splits: Any
+    cut: Any
+    whole: Any
+
+
+class Group(NamedTuple):
+    """A row tile of a sequence: its rows ``first_row .. last_row``, the keys ``lo .. hi`` that they see, its units."""
+
+    seq: Any
+    row0: Any
+    first_row: Any
+    last_row: Any
+    lo: Any
+    hi: Any
+    units: Any
+
+
+class Share(NamedTuple):
+    """The units ``first .. last`` of a program, of ``total``; the group that holds the first, and where it begins."""
+
+    first: Any
+    last: Any
+    total: Any
+    group: Any
+    begin: Any
+
+
+class Piece(NamedTuple):
+    """Keys ``lo .. hi`` of an item, whether it has its first ones, its slot (-1: the whole item), and its last unit."""
+
+    lo: Any
+    hi: Any
+    is_first: Any
+    slot: Any
+    stop: Any
+
+
+@triton.jit
+def group_of(g, slots, limits, work, shape, left, right):
+    """Groups g, a scalar or a tile."""
+    b = g // work.row_tiles
+    seq = cache.locate(slots, b, 0, limits, shape.TOP_LEFT)
+    row0 = (g % work.row_tiles) * shape.BLOCK_M
+    rows = seq.len_q * shape.GROUP
+    first_row = row0 // shape.GROUP
+    last_row = (tl.minimum(row0 + shape.BLOCK_M, rows) - 1) // shape.GROUP + 1
+    lo = seq.len_k * 0
+    hi = seq.len_k
+    if left is not None:
+        lo = tl.maximum(lo, first_row + seq.off - left)
+    if right is not None:
+        hi = tl.minimum(hi, last_row + seq.off + right)
+    hi = tl.maximum(lo, hi)
+    if shape.MODE == BALANCED:
+        units = tl.cdiv(hi, shape.BLOCK_N) - lo // shape.BLOCK_N
+    elif shape.MODE == BY_SIZE:
+        units = tl.cdiv(hi, work.cut) - lo // work.cut
+    else:
+        units = tl.minimum(tl.cdiv(hi, SPLIT_UNIT) - lo // SPLIT_UNIT, work.cut)
+    # Somebody has to write the zeros of rows that see nothing.
+    units = tl.where(row0 < rows, tl.maximum(units, 1), 0)
+    return Group(seq, row0, first_row, last_row, lo, hi, units)
+
+
+@triton.jit
+def _units(g, slots, limits, work, shape, left, right):
+    return group_of(g, slots, limits, work, shape, left, right).units
+
+
+@triton.jit
+def _bound(raw, total, before, units, work, shape):
+    """A bound between programs, moved to the nearer end of an item that is not to be cut."""
+    bound = raw
+    if shape.MODE == BALANCED:
+        begin = before + (raw - before) // tl.maximum(units, 1) * units
+        nearer = tl.where(2 * (raw - begin) < units, begin, begin + units)
+        bound = tl.where((units <= work.whole) & (raw < total), nearer, raw)
+    return bound
+
+
+@triton.jit
+def share(program, programs, slots, limits, work, shape, left, right):
+    """What a program has to do."""
+    offs = tl.arange(0, _CHUNK)
+    groups = limits.batch * work.row_tiles
+    total = groups * 0
+    for c in range(0, groups, _CHUNK):
+        total += tl.sum(_units(c + offs, slots, limits, work, shape, left, right), 0)
+    total = total * shape.HEADS_KV
+    busy = tl.minimum(tl.maximum(total, 1), programs)
+    at = tl.minimum(program, busy).to(tl.int64)
+    raw0 = (at * total // busy).to(tl.int32)
+    raw1 = (tl.minimum(at + 1, busy) * total // busy).to(tl.int32)
+    # Of both bounds the group that holds it, units before that and of it.
+    g0 = groups * 0
+    before0 = g0
+    units0 = g0
+    before1 = g0
+    units1 = g0
+    sofar = g0
+    for c in range(0, groups, _CHUNK):
+        units = _units(c + offs, slots, limits, work, shape, left, right)
+        ends = sofar + tl.cumsum(units, 0) * shape.HEADS_KV
+        begins = ends - units * shape.HEADS_KV
+        g0 += tl.sum((ends <= raw0).to(tl.int32), 0)
+        here0 = (begins <= raw0) & (raw0 < ends)
+        here1 = (begins <= raw1) & (raw1 < ends)
+        before0 += tl.sum(tl.where(here0, begins, 0), 0)
+        units0 += tl.sum(tl.where(here0, units, 0), 0)
+        before1 += tl.sum(tl.where(here1, begins, 0), 0)
+        units1 += tl.sum(tl.where(here1, units, 0), 0)
+        sofar = tl.max(ends, 0)
+    first = _bound(raw0, total, before0, units0, work, shape)
+    last = _bound(raw1, total, before1, units1, work, shape)
+    return Share(first, last, total, g0, before0)
+
+
+@triton.jit
+def piece_of(unit, begin, program, mine, group, item, work, shape):
+    """The piece that starts with `unit`, of an item that starts with `begin`, in the share `mine` of a program."""
+    local = unit - begin
+    if shape.MODE == BALANCED:
+        stop = tl.minimum(begin + group.units, mine.last)
+        tile = group.lo // shape.BLOCK_N
+        lo = (tile + local) * shape.BLOCK_N
+        hi = (tile + stop - begin) * shape.BLOCK_N
+        slot = 2 * program + (local == 0).to(tl.int32)
+        alone = (local == 0) & (stop == begin + group.units)
+    else:
+        stop = unit + 1
+        if shape.MODE == BY_SIZE:
+            lo = (group.lo // work.cut + local) * work.cut
+            hi = lo + work.cut
+        else:
+            first = group.lo // SPLIT_UNIT
+            blocks = tl.maximum(tl.cdiv(group.hi, SPLIT_UNIT) - first, 1).to(tl.int64)
+            lo = (first + (blocks * local // group.units).to(tl.int32)) * SPLIT_UNIT
+            hi = (first + (blocks * (local + 1) // group.units).to(tl.int32)) * SPLIT_UNIT
+        slot = item * work.splits + local
+        alone = group.units == 1
+    return Piece(
+        tl.maximum(lo, group.lo), tl.minimum(hi, group.hi), local == 0, tl.where(alone, -1, slot), stop
+    )  # fmt: skip
+
+
+@triton.jit
+def pieces_from(program, programs, begin, units, total):
+    """Of a balanced plan, how many pieces the item has whose first is the last of this program's."""
+    busy = tl.minimum(total, programs).to(tl.int64)
+    last = ((begin + units).to(tl.int64) * busy + total - 1) // total - 1
+    return (last - program + 1).to(tl.int32)
