@@ -50,10 +50,10 @@ def serve(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, tor
     """The call by the best backend, whatever lengths and tables hold."""
     backend = dispatch.module(dispatch.choose_cache(problem))
     with dispatch.plain_numerics(problem.device):
-        return backend.attend_cache(problem, _placed(inputs))
+        return backend.attend_cache(problem, placed(inputs))
 
 
-def _placed(inputs: CacheInputs) -> CacheInputs:
+def placed(inputs: CacheInputs) -> CacheInputs:
     """The inputs with lengths and tables on q's device."""
     device = inputs.q.device
     moved = {name: getattr(inputs, name) for name in cache_checks.METADATA}

@@ -27,7 +27,7 @@ Tensors: TypeAlias = tuple[Any, ...]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # Shapes that vary without end must not fill memory: a call's record is some kilobytes.
-_MOST = 4096
+MOST = 4096
 # Gradients differ in which are asked for, and in the strides of what comes in.
 _MOST_GRADIENTS = 16
 _calls: dict[Key, Call] = {}
@@ -72,7 +72,7 @@ class Call:
             needs: names of inputs.
             tensors: of `Inputs`, then out, lse, do and dlse.
         """
-        if torch.compiler.is_compiling() or _watched() or torch._C._is_any_autocast_enabled():
+        if torch.compiler.is_compiling() or watched() or torch._C._is_any_autocast_enabled():
             return None
         out, _, do, dlse = tensors[-4:]
         kind = torch._C._dispatch_keys(out)
@@ -87,7 +87,7 @@ class Call:
         return self._backwards[key](tensors)
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether anything watches or rewrites operators."""
     c = torch._C
     return (
@@ -106,7 +106,7 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         tensors: of `Inputs`, the seed apart.
         asked: everything else that was passed; mask, window and score_mod first.
     """
-    if _watched():
+    if watched():
         return None, None
     q, k, v, bias, slopes, sinks, _, cu_seqlens_q, *_ = tensors
     mask, window, score_mod = asked[:3]
@@ -115,12 +115,12 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
     plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
     if not plain or wrapped(q) or wrapped(k) or wrapped(v):
         return None, None
-    if score_mod is not None or not (mask is None or _is_value(mask)):
+    if score_mod is not None or not (mask is None or is_value(mask)):
         return None, None
     try:
         others, learned = None, False
         if bias is not None or slopes is not None or sinks is not None or cu_seqlens_q is not None:
-            others = tuple([None if x is None else _traits(x) for x in tensors[3:]])
+            others = tuple([None if x is None else traits(x) for x in tensors[3:]])
             learned = any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
@@ -134,7 +134,7 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         return None, None
 
 
-def _traits(x: torch.Tensor) -> tuple[Any, ...]:
+def traits(x: torch.Tensor) -> tuple[Any, ...]:
     """What the key holds of a tensor.
 
     Raises:
@@ -145,10 +145,10 @@ def _traits(x: torch.Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def _is_value(mask: Any) -> bool:
+def is_value(mask: Any) -> bool:
     """Whether the mask is one of numbers alone, which compare by value."""
     if type(mask) is And:
-        return _is_value(mask.a) and _is_value(mask.b)
+        return is_value(mask.a) and is_value(mask.b)
     return type(mask) in (Full, Causal, Window)
 
 
@@ -160,7 +160,7 @@ def remember(key: Key, problem: Problem, inputs: Inputs, return_lse: bool) -> No
     lazy = any(x.is_neg() for x in present) or 1 in (problem.head_dim, problem.head_dim_v)
     if lazy or problem.device.type not in ("cpu", "cuda"):
         return
-    if len(_calls) >= _MOST:
+    if len(_calls) >= MOST:
         _calls.clear()
     _calls[key] = Call(problem, inputs, return_lse)
 
