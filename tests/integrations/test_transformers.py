@@ -23,11 +23,13 @@ from tiny_models import (
     build,
     tokens,
 )
+from torch._dynamo.utils import counters
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
     AutoTokenizer,
+    CompileConfig,
     DynamicCache,
     MPNetConfig,
     MPNetModel,
@@ -157,6 +159,22 @@ def test_generate(pairs: dict[str, Pair], family: str, cache: str, padding: str)
         for model in pairs[family]
     )
     assert torch.equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+@pytest.mark.parametrize("padding", ["full", "left"])
+def test_generate_compiled(padding: str) -> None:
+    """With a static cache the mask comes into the graph from outside; one graph serves every step."""
+    plain, ours = build(DECODERS["llama"], num_hidden_layers=1)
+    arguments = {"attention_mask": PADDING[padding], "cache_implementation": "static", **GENERATE}
+    expected = plain.generate(IDS, **arguments)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    config = CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    got = ours.generate(IDS, **{**arguments, "disable_compile": False, "compile_config": config})
+    assert torch.equal(got, expected)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -177,7 +177,7 @@ def attention_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-    band, padding = rule.band(grid), _padding(attention_mask, grid)
+    band, padding = rule.band(grid), _padding(attention_mask, grid, causal=rule.right == 0)
     mask = conjunction(rule.interval(grid) if band is None else band, _runs(rule, grid), padding)
     documents = rule.packed and rule.read
     alone = band if padding is None and grid.aligned and len(rule.others) == documents else None
@@ -267,13 +267,15 @@ def _first(shown: Callable[[torch.Tensor], torch.Tensor], low: Any, high: Any, g
     return high
 
 
-def _padding(attention_mask: torch.Tensor | None, grid: _Grid) -> Mask | None:
+def _padding(attention_mask: torch.Tensor | None, grid: _Grid, causal: bool) -> Mask | None:
     """The keys that are no padding: bounds where they are one run, as on one side or both, and else key by key."""
     if attention_mask is None:
         return None
     keys = attention_mask[:, grid.kv_offset : grid.kv_offset + grid.seqlen_k]
     width, known = keys.shape[1], readable(keys)
-    if known and width == grid.seqlen_k and bool(keys.all()):
+    # Keys past the padding mask are a cache's slots without a token: hidden, as from causal queries they are anyway.
+    whole = width == grid.seqlen_k
+    if known and (whole or causal) and bool(keys.all()) and (whole or bool((grid.rows()[-1:] < width).all())):
         return None
     positions = torch.arange(width, device=keys.device)
     first = torch.where(keys, positions, width).amin(1, keepdim=True)
