@@ -20,6 +20,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "causal": lambda: theirs.causal_mask_function,
     "both_ways": lambda: theirs.bidirectional_mask_function,
     "window": lambda: theirs.sliding_window_causal_mask_function(3),
+    "window_of_none": lambda: theirs.sliding_window_causal_mask_function(0),
     "window_both_ways": lambda: theirs.sliding_window_bidirectional_mask_function(2),
     "chunks": lambda: theirs.chunked_causal_mask_function(4, torch.tensor([0, 2])),
     "packed": lambda: theirs.and_masks(theirs.causal_mask_function, theirs.packed_sequence_mask_function(PACKED)),
@@ -137,6 +138,7 @@ def test_masks_move_and_are_copied() -> None:
     mask = attention_mask(**asked("packed_window", "whole", "none"))
     for other in (mask.to("cpu"), copy.deepcopy(mask)):
         assert torch.equal(shown(other), shown(mask)) and other.shape == mask.shape == (2, 1, 9, 9)
+        assert other.ndim == 4
     assert "Interval" in str(mask)
 
 

@@ -46,6 +46,10 @@ class TransformersMask(FlexBlockMask):
     def shape(self) -> tuple[int, int, int, int]:
         return self.grid
 
+    @property
+    def ndim(self) -> int:
+        return len(self.grid)
+
     def to(self, device: Any) -> TransformersMask:
         """This mask on another device, for models that are spread over several."""
         tensors: list[torch.Tensor] = []
@@ -116,7 +120,9 @@ class _Rule:
     read: bool = True
 
     def band(self, grid: _Grid) -> Mask | None:
-        """`left` and `right` as a mask, or None where neither of our diagonals is theirs."""
+        """`left` and `right` as a mask, or None where neither of our diagonals is theirs, or a window has no key."""
+        if self.left is not None and self.left < 0:
+            return None
         bounds = Full() if self.left is None and not self.right else Window(self.left, self.right or None)
         if self.right == 0 and (grid.aligned or grid.at_start):
             return conjunction(Causal() if grid.aligned else Causal(TOP_LEFT), bounds)
@@ -180,7 +186,8 @@ def attention_mask(
     band, padding = rule.band(grid), _padding(attention_mask, grid, causal=rule.right == 0)
     mask = conjunction(rule.interval(grid) if band is None else band, _runs(rule, grid), padding)
     documents = rule.packed and rule.read
-    alone = band if padding is None and grid.aligned and len(rule.others) == documents else None
+    beside = len(rule.others) - int(documents)
+    alone = band if padding is None and grid.aligned and not beside else None
     settled = documents or padding is not None or allow_is_bidirectional_skip
     return TransformersMask(mask, alone, settled, (batch_size, 1, q_length, kv_length))
 
