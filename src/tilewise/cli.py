@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import string
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import torch
 
-from . import __version__, dispatch, errors
-from .arguments import prepare
+from . import errors, surroundings
 from .bench import main as run_bench
 from .demo import DemoConfig
 from .demo import run as run_demo
@@ -26,6 +22,7 @@ from .textbook.quiz import Question, questions
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 except ImportError as missing:  # pragma: no cover - the package itself needs neither
     raise SystemExit(f"The command line needs {missing.name}. Fix: pip install 'tilewise[cli]'") from missing
@@ -38,54 +35,11 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 
 @app.command()
 def info() -> None:
-    """Versions, devices, backends and why one is not available, cache directory."""
+    """Versions, devices, backends and why one is not available, extras, variables, cache directory."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    for label, value in [*_versions(), *_devices(), *_backends(), ("kernel cache", str(_cache_directory()))]:
-        table.add_row(f"[bold]{label}[/bold]", value)
+    for label, value in surroundings.rows():
+        table.add_row(f"[bold]{label}[/bold]", escape(value))
     Console().print(table)
-
-
-def _versions() -> list[tuple[str, str]]:
-    found = [("tilewise", __version__), ("python", platform.python_version()), ("torch", torch.__version__)]
-    for package in ("triton", "numpy", "transformers"):
-        try:
-            found.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            found.append((package, "not installed"))
-    return found
-
-
-def _devices() -> list[tuple[str, str]]:
-    cpu = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
-    if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        why = "no driver or device found" if built else "this torch is built without CUDA"
-        return [("cpu", cpu), ("gpu", f"none: {why}")]
-    names = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        names.append((f"cuda:{index}", f"{properties.name}, {properties.major}.{properties.minor}, {memory}"))
-    return [("cpu", cpu), *names]
-
-
-def _backends() -> list[tuple[str, str]]:
-    """Each backend's word on the plainest call, with tensors on the best device that is here."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.empty(1, 16, 1, 64, dtype=torch.bfloat16, device=device)
-    rows = []
-    for name in dispatch.BACKENDS:
-        on_cpu = name == "cpu"
-        plain = prepare(x.cpu(), x.cpu(), x.cpu())[0] if on_cpu else prepare(x, x, x)[0]
-        why = dispatch.reasons(name, plain)
-        rows.append((f"backend {name}", "available" if not why else f"not available: {'; '.join(why)}"))
-    return rows
-
-
-def _cache_directory() -> Path:
-    """Where Triton keeps compiled kernels."""
-    home = Path(os.environ.get("TRITON_HOME", Path.home()))
-    return Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache"))
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib import import_module, util
+from importlib import import_module, metadata, util
 from types import ModuleType
 from typing import Any
 
@@ -18,14 +19,28 @@ from .problem import Inputs, Problem
 # Best first; imported only when a problem may be theirs.
 _MODULES = {"cpu": "tilewise.cpu", "hopper": "tilewise.hopper", "triton": "tilewise._triton"}
 BACKENDS = tuple(_MODULES)
+OLDEST_TRITON = (3, 6)
 
 
 @cache
 def _missing(name: str) -> str | None:
     """Why a backend cannot be imported here, or None."""
-    if name in ("hopper", "triton") and util.find_spec("triton") is None:
+    if name == "cpu":
+        return None
+    if util.find_spec("triton") is None:
         return "the package triton is not installed; it comes with PyTorch's GPU builds, or: pip install triton"
+    version = _triton_version()
+    if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRITON:
+        return f"triton {version} is too old; it needs {'.'.join(map(str, OLDEST_TRITON))}: pip install -U triton"
     return None
+
+
+def _triton_version() -> str | None:
+    """The version of Triton that is installed; None: it is here under another name, as forks of it are."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def module(name: str) -> ModuleType:
