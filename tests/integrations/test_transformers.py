@@ -35,6 +35,7 @@ from transformers import (
     MPNetModel,
 )
 
+import tolerance
 from tilewise import eager, errors
 from tilewise.integrations import transformers as integration
 
@@ -255,6 +256,21 @@ def test_dropout_in_training_alone() -> None:
         torch.manual_seed(0)
         again, other = ours(IDS).logits, ours(IDS).logits
     assert torch.equal(first, again) and not torch.allclose(again, other, **TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_half_precision(family: str, how: str) -> None:
+    """As near to the same weights in fp64 as eager attention comes, give or take the suite's tolerance."""
+    plain, ours = build(DECODERS[family])
+    with torch.no_grad():
+        if how == "weights":
+            plain, ours = plain.bfloat16(), ours.bfloat16()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            rough, got = (model(IDS, attention_mask=PADDING["right"]).logits for model in (plain, ours))
+        exact = plain.double()(IDS, attention_mask=PADDING["right"]).logits
+    kept = PADDING["right"].bool()
+    tolerance.assert_close(family, *(x[kept] for x in (got, exact, rough)), 1.0, torch.bfloat16)
 
 
 COMPILED = {
