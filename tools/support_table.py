@@ -14,6 +14,8 @@ import torch
 
 from tilewise import dispatch
 from tilewise.arguments import prepare
+from tilewise.cache_arguments import prepare as prepare_cache
+from tilewise.kvcache import FP8, CacheProblem, Rotary
 from tilewise.masks import BlockMask, Causal, Document, PrefixLM, Window
 from tilewise.problem import Problem
 from tilewise.score_mods import ScoreMod
@@ -23,7 +25,7 @@ BEGIN = "<!-- support table: written by `make table` -->\n"
 END = "<!-- end of support table -->\n"
 
 SEQLEN, HEADS, HEAD_DIM = 64, 4, 64
-Call = Callable[..., Problem]
+Call = Callable[..., Problem | CacheProblem]
 
 
 def dense(
@@ -43,6 +45,20 @@ def packed(*, grad: bool = False, **arguments: Any) -> Problem:
     cu = torch.tensor([0, 20, 20, SEQLEN], dtype=torch.int32)
     lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": SEQLEN, "max_seqlen_k": SEQLEN}
     return prepare(q, q.detach(), q.detach(), **lengths, **arguments)[0]
+
+
+def cached(
+    *, rows: int = 1, new: bool = True, page_size: int = 16, heads_kv: int = 1, d: int = HEAD_DIM,
+    d_v: int = HEAD_DIM, dtype: torch.dtype | None = None, grad: bool = False, **arguments: Any,
+) -> CacheProblem:  # fmt: skip
+    """The problem of a call with a paged cache; it has no backward pass."""
+    q = torch.zeros(1, rows, HEADS, d, dtype=torch.float16)
+    k = torch.zeros(4, page_size, heads_kv, d, dtype=dtype or torch.float16)
+    if new:
+        k_new = torch.zeros(1, rows, heads_kv, d, dtype=torch.float16)
+        arguments |= {"k_new": k_new, "v_new": k_new[..., :d_v]}
+    table = {"page_table": torch.zeros(1, 4, dtype=torch.int32)}
+    return prepare_cache(q, k, k[..., :d_v], torch.zeros(1, dtype=torch.int32), **table, **arguments)[0]
 
 
 def _square(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -87,11 +103,38 @@ def features() -> dict[str, tuple[Call, dict[str, Any]]]:
     used = torch.tensor([20, 0, 30], dtype=torch.int32)
     table["packed sequences"] = (packed, {})
     table["packed, keys used in part"] = (packed, {"seqused_k": used})
-    return table
+    return table | {name: (cached, call) for name, call in caches().items()}
 
 
-def refusals(backend: str, problem: Problem, pass_: str) -> list[str]:
+def caches() -> dict[str, dict[str, Any]]:
+    """Rows about key/value caches."""
+    half = HEAD_DIM // 2
+    rotary, scale = Rotary(torch.ones(SEQLEN, half), torch.zeros(SEQLEN, half)), torch.ones(1)
+    tree = torch.ones(1, 4, 4, dtype=torch.bool)
+    return {
+        "cache: one new token, appended and attended to": {},
+        "cache: a piece of a prompt": {"rows": 40, "causal": True},
+        "cache: pages of any size": {"page_size": 3},
+        "cache: RoPE in the same call": {"rotary": rotary, "causal": True},
+        "cache: a tree of drafted tokens": {"rows": 4, "mask": tree},
+        "cache: windows, predicates, softcap, ALiBi, sinks": {
+            "window": (8, 0), "mask": _square, "softcap": 30.0, "alibi_slopes": torch.ones(HEADS),
+            "sinks": torch.ones(HEADS),
+        },
+        "cache: keys and values in e4m3, with scales": {"dtype": FP8, "k_scale": scale, "v_scale": scale},
+        "cache: latent (MLA), 576 over 512 dims": {"d": 576, "d_v": 512},
+        "cache: `num_splits`": {"num_splits": 2},
+        "cache: `split_size`, rows that do not depend on the batch": {"split_size": 256},
+        "cache: an assumed maximum": {"softcap": 10.0, "softmax_max": 10.0},
+    }  # fmt: skip
+
+
+def refusals(backend: str, problem: Problem | CacheProblem, pass_: str) -> list[str]:
     """Why the backend refuses a pass, on the device that suits it best: what is missing here does not count."""
+    if isinstance(problem, CacheProblem):
+        there = replace(problem.attention, device=torch.device("cuda"), assumed_capability=(9, 0))
+        here = problem if backend == "cpu" else replace(problem, attention=there)
+        return dispatch.cache_reasons(backend, here)
     posed = problem if backend == "cpu" else replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
     return dispatch.reasons(backend, posed, pass_)
 
@@ -116,11 +159,8 @@ def table() -> str:
     for name, (call, arguments) in features().items():
         cells = [cell(backend, call, arguments, notes) for backend in dispatch.BACKENDS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    legend = [
-        "",
-        "*yes*: forward and backward; the backward pass may be another backend's. *no* and *forward* because:",
-        "",
-    ]
+    meaning = "*yes*: forward and backward (with a cache: the call); the backward pass may be another backend's."
+    legend = ["", f"{meaning} *no* and *forward* because:", ""]
     legend += [f"{number}. {reason}" for number, reason in enumerate(notes, 1)]
     return "\n".join([*lines, *legend]) + "\n"
 

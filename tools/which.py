@@ -16,6 +16,7 @@ import torch
 
 from tilewise import BlockMask, dispatch, explain, roofline
 from tilewise.arguments import prepare
+from tilewise.cache_arguments import prepare as prepare_cache
 from tilewise.masks import Document
 from tilewise.problem import Problem
 from tilewise.score_mods import ScoreMod
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     trains: bool = True
     members: int = 0
+    cached: bool = False
     options: Mapping[str, Any] = MappingProxyType({"causal": True})
 
     def arguments(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def calls() -> dict[str, Call]:
     """The rows of the table."""
     tiles = torch.eye(32, dtype=torch.bool)[None, None]
     packed = Call(members=8)
+    decode = Call(1, 4096, 32, 8, trains=False, cached=True)
     return {
         **{f"training, causal, bf16, head dim {d}": Call(head_dim=d) for d in (64, 128, 256)},
         "inference, causal, bf16, head dim 128": Call(trains=False),
@@ -98,6 +101,9 @@ def calls() -> dict[str, Call]:
         "packed, 8 members": packed,
         "packed, for inference": packed._replace(trains=False),
         "decoding one token, 32 query heads on 8": Call(1, 4096, 32, 8, trains=False, options={}),
+        "one token, paged cache of 4,096 keys": decode,
+        "4 drafted tokens, paged cache": decode._replace(seqlen_q=4),
+        "512 tokens of a prompt, paged cache": decode._replace(seqlen_q=512),
         "cross attention, 64 queries": Call(64, 4096, options={}),
     }
 
@@ -111,8 +117,34 @@ def posed(call: Call, device: str) -> Problem:
     return replace(problem, device=torch.device("cuda"), assumed_capability=roofline.device(device).capability)
 
 
+def answer_with_cache(call: Call, device: str) -> Answer:
+    """What dispatch says of the call with pages of 64 keys, in the words of `explain`."""
+    q, pages = (
+        torch.empty(*shape, call.head_dim, dtype=call.dtype)
+        for shape in ((1, call.seqlen_q, call.heads_q), (call.seqlen_k // 64, 64, call.heads_kv))
+    )
+    table = torch.zeros(1, pages.shape[0], dtype=torch.int32)
+    new = torch.empty(1, call.seqlen_q, call.heads_kv, call.head_dim, dtype=call.dtype)
+    posed = prepare_cache(q, pages, pages, table[:, 0], page_table=table, k_new=new, v_new=new, **call.options)[0]
+    if device != CPU:
+        capability = roofline.device(device).capability
+        there = replace(posed.attention, device=torch.device("cuda"), assumed_capability=capability)
+        posed = replace(posed, attention=there)
+    serving, reasons = None, []
+    for name in dispatch.BACKENDS:
+        why = dispatch.cache_reasons(name, posed)
+        if serving is not None:
+            why = why or [f"{serving} serves the call and comes first"]
+        elif not why:
+            serving = name
+        reasons += [f"`{name}`: {'; '.join(why)}"] if why else []
+    return Answer(serving, None, tuple(reasons))
+
+
 def answer_of(call: Call, device: str) -> Answer:
     """What `explain` says of the forward pass, and dispatch of the backward pass."""
+    if call.cached:
+        return answer_with_cache(call, device)
     found = explain(**call.arguments(), device=None if device == CPU else device)
     reasons = [f"`{name}`: {'; '.join(why)}" for name, why in found.reasons.items()]
     backward = None

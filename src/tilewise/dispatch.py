@@ -127,17 +127,18 @@ def choose(problem: Problem, pass_: str = "forward") -> str:
             found = reasons(name, problem, "backward")
         return found
 
-    return _first(wanted, why, "see tilewise.explain(...) for each backend's reasons")
+    return _first(wanted, why, "what explain() lists", "see tilewise.explain(...) for each backend's reasons")
 
 
 def choose_cache(problem: CacheProblem) -> str:
     """The name of the backend for a call with a cache, as `choose`."""
     wanted = problem.options.backend
     check_name(wanted)
-    return _first(wanted, lambda name: cache_reasons(name, problem), "change what they decline")
+    supported = "what the support table in README lists for caches"
+    return _first(wanted, lambda name: cache_reasons(name, problem), supported, "change what they decline")
 
 
-def _first(wanted: str | None, why: Callable[[str], list[str]], fix: str) -> str:
+def _first(wanted: str | None, why: Callable[[str], list[str]], supported: str, fix: str) -> str:
     """The first backend, of all or of the one wanted, that has no reason to refuse."""
     refused = []
     for name in BACKENDS if wanted is None else (wanted,):
@@ -146,10 +147,5 @@ def _first(wanted: str | None, why: Callable[[str], list[str]], fix: str) -> str
             return name
         refused.append(f"{name}: {'; '.join(found)}")
     got = f"a problem that {'no backend' if wanted is None else repr(wanted)} can serve ({' | '.join(refused)})"
-    errors.fail(
-        errors.UnsupportedError,
-        "backend",
-        got,
-        "what explain() lists",
-        fix if wanted is None else "leave backend=None",
-    )
+    fix = fix if wanted is None else "leave backend=None"
+    errors.fail(errors.UnsupportedError, "backend", got, supported, fix)
