@@ -10,19 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    DECODERS,
-    ENCODERS,
-    LENGTHS,
-    OFFSETS,
-    PADDING,
-    POSITIONS,
-    T5,
-    WINDOW,
-    Pair,
-    build,
-    tokens,
-)
 from torch._dynamo.utils import counters
 from transformers import (
     AttentionInterface,
@@ -38,6 +25,19 @@ from transformers import (
 import tolerance
 from tilewise import eager, errors
 from tilewise.integrations import transformers as integration
+from tiny_models import (
+    DECODERS,
+    ENCODERS,
+    LENGTHS,
+    OFFSETS,
+    PADDING,
+    POSITIONS,
+    T5,
+    WINDOW,
+    Pair,
+    build,
+    tokens,
+)
 
 FAMILIES = {**DECODERS, **ENCODERS, "t5": T5}
 IDS = tokens(2, 13)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from tiny_models import DECODER, HEADS, PADDING, VOCABULARY, WINDOW, build, tokens
 
 KEPT = PADDING["left"]
