@@ -220,6 +220,23 @@ def test_what_torch_func_cannot_do_is_refused() -> None:
         torch.autograd.grad(out, x, torch.ones(3, 2, 7, 4, 6), is_grads_batched=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_cache_takes_no_tangents_and_is_not_mapped() -> None:
+    cache, x = torch.zeros(2, 8, 2, 8), torch.randn(2, 1, 2, 8)
+
+    def decode(q: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        lengths = torch.tensor([3, 4])
+        return tilewise.attention_with_kvcache(q, cache, cache, cache_seqlens=lengths, k_new=new, v_new=new)
+
+    decode(x, x)
+    with forward_ad.dual_level():
+        for arguments, name in (((forward_ad.make_dual(x, x), x), "q"), ((x, forward_ad.make_dual(x, x)), "k_new")):
+            with pytest.raises(UnsupportedError, match=f"{name}: got a tensor with a tangent"):
+                decode(*arguments)
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for tilewise::append_and_attend_cache"):
+        torch.vmap(decode, (0, None))(torch.stack([x, x]), x)
+
+
 def test_values_changed_in_place_are_detected() -> None:
     for changed in range(3):
         inputs = [x * 1 for x in leaves()]

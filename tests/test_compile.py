@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import tilewise
 from tilewise import BlockMask, Causal, Document, Interval, Predicate, PrefixLM, ScoreMod, Window, interning
@@ -301,6 +302,21 @@ def test_tensors_that_change_do_not_recompile() -> None:
         x = X.clone().requires_grad_()
         check(compiled, attend, x, torch.tensor(i), (torch.arange(9) * (i + 1)) // 5, torch.tensor(0.5 * i))
     assert compiled.graphs == 1
+
+
+def test_checkpoints_replay_drawn_dropout() -> None:
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: tilewise.attention(x * 1, x, x, dropout_p=0.5), x, use_reentrant=False)
+
+    compiled = Compiled(attend)
+    results = []
+    for function in (attend, compiled):
+        torch.manual_seed(3)
+        x = X.clone().requires_grad_()
+        out = function(x)
+        out.square().sum().backward()
+        results.append((out, x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_drawn_dropout_follows_the_generator() -> None:

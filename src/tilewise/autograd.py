@@ -7,7 +7,7 @@ arrangement per call and traces under `torch.compile(fullgraph=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -250,7 +250,7 @@ def attend(
         _refuse_transforms()
         tensors = _unshared(tensors)
     elif forward_ad._current_level >= 0:
-        _refuse_tangents(inputs)
+        refuse_tangents(dict(zip(DIFFERENTIABLE, inputs, strict=False)))
     # Under a transform, the function and not the operator: which tensors need a gradient is hidden there.
     if options.needs_grad or (not torch.compiler.is_compiling() and _in_transform()):
         function = _OutputAlone if torch.compiler.is_compiling() and not return_lse else _Attention
@@ -279,9 +279,9 @@ def _refuse_transforms() -> None:
         fail(UnsupportedError, "attention", got, "torch.func outside torch.compile, except jvp", fix)
 
 
-def _refuse_tangents(inputs: Inputs) -> None:
-    """Raise if an input carries a tangent, which the operators would drop."""
-    for name, x in zip(DIFFERENTIABLE, inputs[: len(DIFFERENTIABLE)], strict=True):
+def refuse_tangents(tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise if a tensor carries a tangent, which the operators would drop."""
+    for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:
             fix = "use backward(), torch.func.grad or torch.func.vjp"
             fail(UnsupportedError, name, "a tensor with a tangent (forward-mode, jvp)", "reverse-mode derivatives", fix)

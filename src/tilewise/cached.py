@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import autograd, cache_checks, dispatch
 from .kvcache import CacheInputs, CacheProblem, Static
@@ -76,6 +77,10 @@ for _name, _cache in (("attend_cache", "Tensor"), ("append_and_attend_cache", "T
 
 def attend(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of a checked call; its new keys and values are in the cache afterwards."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        autograd.refuse_tangents(
+            {name: getattr(inputs, name) for name in ("q", "k_cache", "v_cache", "k_new", "v_new")}
+        )
     extras: list[torch.Tensor] = []
     options: Options = problem.options
     spec = options.encode(extras)
