@@ -16,6 +16,7 @@ from tilewise.compat.flash_attn_rotary import apply_rotary_emb
 
 from .test_flash_attn import draw
 
+FP8 = torch.float8_e4m3fn
 BATCH, HEADS_Q, HEADS_K, DIM, CAPACITY, PAGE = 3, 4, 2, 16, 24, 4
 
 
@@ -254,10 +255,42 @@ def test_no_graph_is_kept() -> None:
 def test_an_fp8_cache() -> None:
     tensors = CASES["no_append"].tensors()
     scale = torch.full((BATCH, HEADS_K), 0.25)
-    cached = {name: (tensors[name] / 0.25).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    cached = {name: (tensors[name] / 0.25).to(FP8) for name in ("k_cache", "v_cache")}
     whole = {name: x.float() * 0.25 for name, x in cached.items()}
     out = flash_attn_3_with_kvcache(**{**tensors, **cached}, k_descale=scale, v_descale=scale)
     assert torch.allclose(out, flash_attn_3_with_kvcache(**{**tensors, **whole}), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["append_as_many", "ragged_append_others", "ragged_append"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_everything_in_fp8(name: str, scaled: bool) -> None:
+    """As the same values in bf16, in a cache of that; what is appended is stored as the codes that were passed."""
+    case = replace(CASES_3[name], rotary=False)
+    tensors = case.tensors()
+    codes = {n: tensors[n].to(FP8) for n in ("q", "k", "v", "k_cache", "v_cache")}
+    scales = {
+        n: 0.5 + draw(BATCH, HEADS_K, seed=i).abs() if scaled else torch.ones(BATCH, HEADS_K)
+        for i, n in enumerate("qkv")
+    }
+    whole = {**tensors, **{n: x.float() for n, x in codes.items()}}
+    for b in range(BATCH):
+        for n, group in (("q", 2), ("k", 1), ("v", 1)):
+            sequence(whole[n], b, whole.get("cu_seqlens_q" if n == "q" else "cu_seqlens_k_new")).mul_(
+                scales[n][b].repeat_interleave(group)[:, None]
+            )
+        for n in ("k", "v"):
+            whole[f"{n}_cache"][b] *= scales[n][b][:, None]
+    whole = {n: x.bfloat16() if x.is_floating_point() else x for n, x in whole.items() if isinstance(x, torch.Tensor)}
+    whole |= {n: x for n, x in tensors.items() if not isinstance(x, torch.Tensor)}
+    given = {f"{n}_descale": x for n, x in scales.items()} if scaled else {}
+    stored = {n: codes[n].clone() for n in ("k_cache", "v_cache")}
+    out = flash_attn_3_with_kvcache(**{**tensors, **codes, **stored}, **given, **case.options)
+    expected_out = flash_attn_3_with_kvcache(**whole, **case.options)
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), expected_out.float(), atol=0.03, rtol=0.02)
+    first, n = int(tensors["cache_seqlens"][0]), case.rows_new[0]
+    new = sequence(codes["k"], 0, tensors.get("cu_seqlens_k_new"))
+    assert torch.equal(stored["k_cache"][0, first : first + n].float(), new.float())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 2.0}], ids=str)
@@ -288,7 +321,7 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str]] = {
     "window": (2, "decode", {"window_size": (-3, 0)}, "window_size: got"),
     "interleaved": (2, "rotary", {"rotary_interleaved": 2}, "interleaved: got 2"),
     "qv": (3, "decode", {"qv": torch.ones(1)}, "qv: got Tensor"),
-    "q_descale": (3, "decode", {"q_descale": torch.ones(3, 2)}, "q_descale: got Tensor"),
+    "q_descale": (3, "decode", {"q_descale": torch.ones(3, 2)}, "q_descale: got Tensor.*float8_e4m3fn q"),
     "k_descale": (3, "decode", {"k_descale": torch.ones(3, 2)}, "k_scale"),
     "sm_margin": (3, "decode", {"sm_margin": 1}, "sm_margin: got 1"),
     "metadata": (3, "decode", {"scheduler_metadata": torch.ones(1)}, "scheduler_metadata: got Tensor"),

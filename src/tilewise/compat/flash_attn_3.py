@@ -4,8 +4,8 @@ Layouts and conventions are those of `tilewise.compat.flash_attn`. What differs:
 arguments; ``return_attn_probs=True`` returns ``(out, softmax_lse)``; `attention_chunk` lets a query see the keys whose
 position, counted from the diagonal, has the same quotient by it as the query's own.
 
-Refused by name: `qv`, fp8 tensors and descales outside of caches, `sm_margin`, `scheduler_metadata`. `pack_gqa`, and
-`num_splits` where nothing is cached, steer flash-attn's kernels alone: other values than the defaults warn.
+Refused by name: `qv`, fp8 tensors and descales of calls without a cache, `sm_margin`, `scheduler_metadata`. What steers
+flash-attn's kernels alone warns if it is not the default: `pack_gqa`, and `num_splits` where nothing is cached.
 
 Source:
     flash-attn, hopper/flash_attn_interface.py.
@@ -21,7 +21,7 @@ import torch
 from .. import softmax
 from ..errors import ArgumentError, DtypeError, ShapeError, fail
 from . import conventions
-from .flash_attn_kvcache import Cache, rotary
+from .flash_attn_kvcache import Cache, dequantised, rotary
 from .flash_attn_kvcache import attend as attend_cache
 from .flash_attn_probabilities import Members, attend
 from .flash_attn_used import with_used_queries
@@ -295,17 +295,18 @@ def flash_attn_with_kvcache(
     """`tilewise.attention_with_kvcache` in flash-attn 3's words; `tilewise.compat.flash_attn` has the shared part.
 
     Args:
-        q: [batch, seqlen_q, heads_q, head_dim], or with `cu_seqlens_q` [total_q, heads_q, head_dim].
+        q: [batch, seqlen_q, heads_q, head_dim], or with `cu_seqlens_q` [total_q, heads_q, head_dim]; float8_e4m3fn is
+            multiplied by `q_descale` into bf16 first, as are such k and v by theirs.
         k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin, rotary_interleaved: as
-            in flash-attn 2; the caches may be float8_e4m3fn, where q, k and v stay 16-bit.
+            in flash-attn 2; the caches may be float8_e4m3fn, whatever q is.
         k, v: new keys and values, [batch, seqlen_new, heads_k, head_dim], or with `cu_seqlens_k_new` packed.
         page_table: int32 [batch, max_pages], or a row for each row of the cache beside `cache_batch_idx`.
         cu_seqlens_q: [batch + 1], with `max_seqlen_q`.
         cu_seqlens_k_new: [batch + 1].
         rotary_seqlens: [batch], the position of the first new token; None: `cache_seqlens`.
-        k_descale, v_descale: fp32 [batch, heads_k]: what an fp8 cache's values are multiplied by.
+        q_descale, k_descale, v_descale: fp32 [batch, heads_k]: what fp8 values are multiplied by; None: 1.
         num_splits: parts that the keys are cut into; 0: the backend decides.
-        qv, q_descale, sm_margin, scheduler_metadata: refused; `get_scheduler_metadata` returns None for the latter.
+        qv, sm_margin, scheduler_metadata: refused; `get_scheduler_metadata` returns None for the latter.
         pack_gqa: a hint, see the module.
         softmax_scale, causal, window_size, attention_chunk, softcap: as `flash_attn_func`.
         return_softmax_lse: also return the LSE, [batch, heads_q, seqlen_q] or [heads_q, total_q]; the accumulators that
@@ -318,7 +319,6 @@ def flash_attn_with_kvcache(
         tilewise.errors.TilewiseError: as `tilewise.attention_with_kvcache`, and for what is refused.
     """
     _refuse(qv, sm_margin)
-    conventions.refuse_fp8({"q": q}, q_descale=q_descale)
     fix = "pass None, which get_scheduler_metadata returns here: work is planned in the call"
     conventions.refuse("scheduler_metadata", scheduler_metadata, None, fix)
     _hints(1, pack_gqa)
@@ -329,7 +329,12 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     rope = rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     return attend_cache(
-        cache, rope, options, num_splits=num_splits, return_lse=return_softmax_lse, attention_chunk=attention_chunk
+        dequantised(cache, q_descale),
+        rope,
+        options,
+        num_splits=num_splits,
+        return_lse=return_softmax_lse,
+        attention_chunk=attention_chunk,
     )
 
 

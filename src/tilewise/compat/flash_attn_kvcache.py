@@ -11,7 +11,7 @@ import torch
 
 from ..cache_api import attention_with_kvcache
 from ..errors import ArgumentError, ShapeError, fail
-from ..kvcache import Rotary
+from ..kvcache import FP8, Rotary
 from . import conventions
 from .flash_attn_probabilities import Members
 from .flash_attn_rotary_kernel import positions, turn
@@ -147,6 +147,36 @@ def rotary(cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool
         fail(ArgumentError, "rotary_cos, rotary_sin", "one of the two", "both, or neither", "pass both tables")
     cos, sin = conventions.dense(cos, sin)
     return Rope(cos, sin, interleaved, first)
+
+
+@torch.no_grad()
+def dequantised(cache: Cache, q_descale: torch.Tensor | None) -> Cache:
+    """The call with q, k and v in bf16 where they are fp8; the caches stay as they are.
+
+    Raises:
+        tilewise.errors.UnsupportedError: `q_descale` for a q that is not fp8.
+    """
+    k, v = cache.k, cache.v
+    if cache.q.dtype != FP8:
+        conventions.refuse("q_descale", q_descale, None, "multiply q by it, or pass a float8_e4m3fn q")
+    q = _scaled(cache.q, q_descale, cache.cu_seqlens_q)
+    if k is not None:
+        k = _scaled(k, cache.k_descale, cache.cu_seqlens_k_new)
+    if v is not None:
+        v = _scaled(v, cache.v_descale, cache.cu_seqlens_k_new)
+    return cache._replace(q=q, k=k, v=v)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """fp8 values times a scale [batch, heads_k], each for as many heads of x as there are to one."""
+    if x.dtype != FP8:
+        return x
+    values = x.float()
+    if scale is not None:
+        scale = scale.to(x.device).repeat_interleave(x.shape[-2] // scale.shape[-1], dim=-1)
+        where = None if cu_seqlens is None else conventions.places(cu_seqlens.to(x.device), x.shape[0])[0]
+        values *= scale[:, None, :, None] if where is None else scale[where][..., None]
+    return values.bfloat16()
 
 
 @torch.no_grad()
