@@ -105,9 +105,9 @@ def row_of(slots, b, limits):
 
 @triton.jit
 def page_ids(slots, b, slot, inside, limits, PAGE: tl.constexpr):
-    """The pages (int64) of slots of sequence b; where not `inside`, nothing is looked up."""
+    """The pages (int32) of slots of sequence b; where not `inside`, nothing is looked up."""
     at = slots.table + b.to(tl.int64) * limits.table_row + slot // PAGE
-    return clamp(tl.load(at, mask=inside, other=0), 0, limits.rows - 1).to(tl.int64)
+    return clamp(tl.load(at, mask=inside, other=0), 0, limits.rows - 1).to(tl.int32)
 
 
 @triton.jit
@@ -129,10 +129,10 @@ def tile_rows(x, row, seq, h, n0, offs, pages, PAGE: tl.constexpr, WHOLE: tl.con
         base += row * x.batch + (seq.k_start + n0).to(tl.int64) * x.seq
         rows = offs * x.seq
     elif WHOLE:
-        base += pages * x.batch + (n0 % PAGE) * x.seq
+        base += pages.to(tl.int64) * x.batch + (n0 % PAGE) * x.seq
         rows = offs * x.seq
     else:
-        rows = pages * x.batch + ((seq.k_start + n0 + offs) % PAGE) * x.seq
+        rows = pages.to(tl.int64) * x.batch + ((seq.k_start + n0 + offs) % PAGE) * x.seq
     return base, rows
 
 

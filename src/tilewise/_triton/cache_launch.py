@@ -25,6 +25,8 @@ from .decode import Parts, Shape
 from .device import Rows
 from .rotary import Rope
 
+# Rows from which the warps of a tile have rows of their own.
+_WIDE = 64
 # Tokens that a program appends.
 _TOKENS = 16
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -132,6 +134,11 @@ def _shared(inputs: CacheInputs) -> bool:
     return same and dim >= 32 and dim & (dim - 1) == 0 and dim <= k.shape[3] and inputs.v_scale is inputs.k_scale
 
 
+def _alike(inputs: CacheInputs) -> bool:
+    """Whether offsets into one cache serve for the other."""
+    return inputs.k_cache.stride() == inputs.v_cache.stride()
+
+
 def _blocks(head_dim: int, shared_dim: int) -> tuple[int, int]:
     """Two powers of two that hold a head dim, the second perhaps 0; the first is `shared_dim` if that is not 0."""
     first = shared_dim or min(launch.block(head_dim), 512)
@@ -153,10 +160,11 @@ def shape(call: Launch) -> Shape:
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
         attention.packed, attention.head_dim, attention.head_dim_v, *blocks, launch.block(attention.head_dim_v),
-        tile.block_m, tile.block_n, page, whole, shared,
+        tile.block_m, tile.block_n, page, whole, shared, _alike(call.inputs),
     )  # fmt: skip
     scaled = product != own or kinds[0] is decode.PER_ITEM
-    given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, (product, value, scaled)))
+    lanes = tile.block_n if tile.block_m < _WIDE else 1
+    given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, (product, value, scaled, lanes)))
     return Shape._make(given)
 
 

@@ -40,8 +40,10 @@ class Shape(NamedTuple):
 
     BLOCK_MAIN, BLOCK_REST: parts, powers of two, that together hold the head dim; BLOCK_REST may be 0. PAGE: slots of a
     page, 0 of a contiguous cache; WHOLE_PAGE: a tile of keys never crosses pages. SHARED: values are the first
-    BLOCK_MAIN dims of the keys. MODE: see `decode_plan`. Scales of an fp8 cache: K_SCALES, V_SCALES are 0, PER_ITEM or
-    PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are. FACTOR: whether the first is scaled.
+    BLOCK_MAIN dims of the keys. ALIKE: both caches have the same strides. MODE: see `decode_plan`. K_SCALES, V_SCALES:
+    of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are. FACTOR: whether the
+    first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few rows, each warp has
+    keys of its own.
     """
 
     HEADS: Any
@@ -59,12 +61,14 @@ class Shape(NamedTuple):
     PAGE: Any
     WHOLE_PAGE: Any
     SHARED: Any
+    ALIKE: Any
     MODE: Any
     K_SCALES: Any
     V_SCALES: Any
     K_TYPE: Any
     V_TYPE: Any
     FACTOR: Any
+    LANES: Any
 
 
 class Parts(NamedTuple):
@@ -148,13 +152,29 @@ def products(tiles, k_main, k_rest, shape):
 
 
 @triton.jit
-def update(acc, l_i, m_i, s, assumed, variant, MASKED: tl.constexpr):
+def columns(p, shape):
+    """What is summed of weights, tile by tile: [M, LANES]."""
+    if shape.LANES == 1:
+        p = tl.sum(p, 1)[:, None]
+    return p
+
+
+@triton.jit
+def columns_max(s, shape):
+    """The same of scores, for their maximum."""
+    if shape.LANES == 1:
+        s = tl.max(s, 1)[:, None]
+    return s
+
+
+@triton.jit
+def update(acc, l_i, m_i, s, assumed, variant, shape, MASKED: tl.constexpr):
     """The state rescaled for, and with the sums of, a tile of scores; and their weights, [M, N]."""
     if assumed is not None:
-        # m_i is the largest score so far of each row and column; nothing depends on it here.
+        # Here m_i is the largest score so far of each row and lane; nothing depends on it.
         p = tl.exp2(s * (variant.scale * LOG2E) - assumed) if variant.fold else tl.exp2(s - assumed)
-        m_i = tl.maximum(m_i, s)
-        l_i += p
+        m_i = tl.maximum(m_i, columns_max(s, shape))
+        l_i += columns(p, shape)
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
         m_safe = m_new
@@ -168,8 +188,7 @@ def update(acc, l_i, m_i, s, assumed, variant, MASKED: tl.constexpr):
         else:
             p = tl.exp2(s - m_safe[:, None])
             alpha = tl.exp2(m_i - m_safe)
-        # Summed over columns after the last tile: the warps of a tile with few rows have columns of their own.
-        l_i = l_i * alpha[:, None] + p
+        l_i = l_i * alpha[:, None] + columns(p, shape)
         acc = acc * alpha[:, None]
         m_i = m_new
     return acc, l_i, m_i, p
@@ -185,7 +204,7 @@ def _attend(
     row, h = place
     rows = tiles.rows
     offs_n = tl.arange(0, shape.BLOCK_N)
-    pages = row
+    pages = row.to(tl.int32)
     if shape.PAGE > 0:
         pages = cache.tile_pages(
             slots, seq, lo * shape.BLOCK_N, offs_n, span.first, span.last, limits, shape.PAGE, shape.WHOLE_PAGE
@@ -214,11 +233,13 @@ def _attend(
         if MASKED:
             seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], left, right)
             s = tl.where(seen, s, float("-inf"))
-        acc, l_i, m_i, p = update(acc, l_i, m_i, s, assumed, variant, MASKED)
+        acc, l_i, m_i, p = update(acc, l_i, m_i, s, assumed, variant, shape, MASKED)
         if shape.SHARED:
             v_tile = k_main
         else:
             v_base, v_rows = cache.tile_rows(v, row, seq, h, n0, offs_n, here, shape.PAGE, shape.WHOLE_PAGE)
+            if shape.ALIKE:
+                v_rows = k_rows
             v_tile = cache.load_tile(v_base, v_rows, inside, 0, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         if shape.V_SCALES == PER_PAGE:
             v_page = tl.load(scales.v + here * scales.v_row + h * scales.v_head)
@@ -317,20 +338,20 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
 def true_state(sink, variant, shape):
     """The state before the first tile; a sink is a key with value 0 that every row has already seen."""
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32)
+    l_i = tl.zeros([shape.BLOCK_M, shape.LANES], tl.float32)
     if sink is not None:
         m_i = sink / variant.scale if variant.fold else sink * LOG2E
-        l_i += tl.where(tl.arange(0, shape.BLOCK_N) == 0, 1.0, 0.0)[None, :]
+        l_i += tl.where(tl.arange(0, shape.LANES) == 0, 1.0, 0.0)[None, :]
     return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
 
 
 @triton.jit
 def assumed_state(sink, assumed, variant, shape):
     """The same where the maximum is assumed."""
-    l_i = tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32)
+    l_i = tl.zeros([shape.BLOCK_M, shape.LANES], tl.float32)
     peak = l_i + float("-inf")
     if sink is not None:
-        first = (tl.arange(0, shape.BLOCK_N) == 0)[None, :]
+        first = (tl.arange(0, shape.LANES) == 0)[None, :]
         peak = tl.where(first, (sink / variant.scale if variant.fold else sink * LOG2E)[:, None], peak)
         l_i = tl.where(first, tl.exp2(sink * LOG2E - assumed)[:, None], l_i)
     return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, peak
@@ -424,7 +445,7 @@ def clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape):
     end = cache.clamp(tl.load(slots.cu_q + limits.batch), 0, limits.total_q).to(tl.int32)
     for row in range(end + program, limits.total_q, programs):
         for head in range(shape.HEADS):
-            at = out.ptr + row.to(tl.int64) * out.seq + head * out.head
+            at = out.ptr + tl.cast(row, tl.int64) * out.seq + head * out.head
             tl.store(at + d, tl.zeros_like(d).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
             tl.store(lse + tl.cast(head, tl.int64) * stat_rows + row, float("-inf"))
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import errors
 from ..roofline import BACKWARD, FORWARD
-from . import peers, report, runner
+from . import decode, decode_cases, peers, report, runner
 from .cases import DTYPES, SETS, Filters, select
 
 
@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
         "every result checked against the fp64 oracle first, short bursts in interleaved rounds.",
     )
     add = options.add_argument
-    add("--set", type=_names, help=f"of {', '.join(SETS)}; default: forward on a GPU, small on a CPU", metavar="A,B")
+    known = ", ".join([*SETS, *decode_cases.SETS])
+    add("--set", type=_names, help=f"of {known}; default: forward on a GPU, small on a CPU", metavar="A,B")
     add("--pass", dest="passes", type=_names, help=f"only {FORWARD} or {BACKWARD}", metavar="NAME")
     add("--d", type=_sizes, help="only these head dims", metavar="64,128")
     add("--s", type=_sizes, help="only these sequence lengths", metavar="1k,16k")
@@ -70,23 +71,10 @@ def _device(wanted: str | None) -> torch.device:
     return device
 
 
-def run(arguments: Sequence[str] | None) -> int:
-    """Parse, run, show; 1 if anything of ours is wrong."""
-    options = parser()
-    chosen = options.parse_args(arguments)
-    if chosen.rounds < 1:
-        options.error(f"--rounds: got {chosen.rounds}; supported: 1 or more")
-    device = _device(chosen.device)
-    sets = chosen.set or (("forward",) if device.type == "cuda" else ("small",))
-    filters = Filters(chosen.passes, chosen.d, chosen.s, chosen.causal, chosen.dtype)
-    cases, contestants = select(sets, filters, device.type), peers.named(chosen.peers)
-    if chosen.list:
-        for case in cases:
-            print(case.name)
-        for peer in contestants:
-            print(f"{peer.name}: {peer.available(device) or peer.version()}")
-        return 0
-    settings = runner.Settings(
+def _settings(chosen: argparse.Namespace, sets: Sequence[str], device: torch.device) -> runner.Settings:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return runner.Settings(
         device=device,
         rounds=chosen.rounds,
         burst_ms=chosen.burst_ms,
@@ -95,8 +83,46 @@ def run(arguments: Sequence[str] | None) -> int:
         what=chosen.label or "-".join(sets),
         commit=chosen.commit,
     )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+
+
+def _decode(chosen: argparse.Namespace, sets: Sequence[str], device: torch.device) -> int:
+    """The sets of calls with a cache."""
+    cases = decode.select(sets)
+    if chosen.s is not None:
+        cases = [case for case in cases if case.seqlen in chosen.s]
+    if chosen.list:
+        for case in cases:
+            print(case.name)
+        return 0
+    document = decode.run(
+        cases, chosen.peers, _settings(chosen, sets, device), lambda found: print(decode.line(found), flush=True)
+    )
+    decode.show(document)
+    wrong = runner.failures(document)
+    for text in wrong:
+        print(f"WRONG: {text}")
+    return 1 if wrong else 0
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Parse, run, show; 1 if anything of ours is wrong."""
+    options = parser()
+    chosen = options.parse_args(arguments)
+    if chosen.rounds < 1:
+        options.error(f"--rounds: got {chosen.rounds}; supported: 1 or more")
+    device = _device(chosen.device)
+    sets = chosen.set or (("forward",) if device.type == "cuda" else ("small",))
+    if set(sets) <= decode_cases.SETS.keys():
+        return _decode(chosen, sets, device)
+    filters = Filters(chosen.passes, chosen.d, chosen.s, chosen.causal, chosen.dtype)
+    cases, contestants = select(sets, filters, device.type), peers.named(chosen.peers)
+    if chosen.list:
+        for case in cases:
+            print(case.name)
+        for peer in contestants:
+            print(f"{peer.name}: {peer.available(device) or peer.version()}")
+        return 0
+    settings = _settings(chosen, sets, device)
     document, path = runner.run(cases, contestants, settings, lambda record: print(report.line(record), flush=True))
     report.show(document)
     if path is not None and document["cases"]:

@@ -119,9 +119,17 @@ def compare(entries: Mapping[str, Entry], plain: Mapping[str, Entry]) -> dict[st
 
 def case_record(case: Case, work: Work, entries: Mapping[str, Entry], plain: Mapping[str, Entry]) -> dict[str, Any]:
     """One case of the document."""
+    return record(case.name, case.to_json(), work, entries, plain)
+
+
+def record(
+    name: str, case: dict[str, Any], work: Work, entries: Mapping[str, Entry], plain: Mapping[str, Entry] | None = None
+) -> dict[str, Any]:
+    """What the document says of a case of any kind."""
+    plain = plain or {}
     return {
-        "name": case.name,
-        "case": case.to_json(),
+        "name": name,
+        "case": case,
         "flops": work.flops,
         "hbm_bytes": work.hbm_bytes,
         **compare(entries, plain),

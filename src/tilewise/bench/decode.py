@@ -1,0 +1,156 @@
+"""Times calls with a key/value cache as an inference server makes them: captured in a CUDA graph, with a cold L2.
+
+One replay runs a call for each cache of the case, in turn; together the caches are larger than the L2. Rates are bytes
+of keys and values over time. A wrong result is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import machine, report, results
+from .check import FLOORS
+from .decode_cases import SETS, Contestant, DecodeCase, contestants, error, make
+from .results import Entry, Work
+from .runner import Bench, Settings
+from .timing import Call, interleave
+
+# What an error of a row may be, in steps of the dtype: products of a row are rounded once each.
+_STEPS = 2.0
+
+
+def _series(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Call:
+    """A function that makes all calls: a graph's replay on a GPU."""
+    if device.type != "cuda":
+        return lambda: [call() for call in calls]
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _admit(case: DecodeCase, entry: Entry, made: list[Any], data: list[Any], device: torch.device) -> Call | None:
+    """What to time, or None with the reason in the entry."""
+    refusals = [call for call in made if isinstance(call, str)]
+    if refusals:
+        entry.status, entry.reason = results.DECLINES, refusals[0]
+        return None
+    try:
+        entry.error = min(error(case, data[0], made[0]()), 1e30)
+        allowed = _STEPS * FLOORS[data[0].q.dtype]
+        if not entry.error <= allowed:
+            entry.status, entry.reason = results.WRONG, f"off by {entry.error:.2g} of a row, {allowed:.2g} is allowed"
+            return None
+        return _series(made, device)
+    except Exception as raised:  # whatever a contestant raises is its result, and the others go on
+        first = (str(raised).strip() or "no message").splitlines()[0]
+        entry.status, entry.reason = results.FAILS, f"{type(raised).__name__}: {first[:300]}"
+        return None
+
+
+def run_case(case: DecodeCase, peers: Sequence[Contestant], settings: Settings, bench: Bench) -> dict[str, Any]:
+    """One case of the document."""
+    data = make(case, settings.device)
+    entries: dict[str, Entry] = {}
+    calls: dict[str, Call] = {}
+    with torch.no_grad():
+        for peer in peers:
+            entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE)
+            call = _admit(case, entry, [peer.make(case, x) for x in data], data, settings.device)
+            if call is not None:
+                calls[peer.name] = call
+        series = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
+    work = Work(case.flops, case.cache_bytes)
+    for name, measured in series.items():
+        measured.ms = [ms / case.calls for ms in measured.ms]
+        results.measure(entries[name], measured, work, bench.ceilings)
+    return results.record(case.name, case.to_json(), work, entries)
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """A case in one line."""
+    rates = [
+        f"{name} {entry['gb_s']:,.0f}" if entry["status"] == results.TIMED else f"{name} {entry['status']}"
+        for name, entry in record["peers"].items()
+    ]
+    ratio = "" if record["ratio"] is None else f"  ratio {record['ratio']:.3f} to {record['best_peer']}"
+    return f"{record['name']}: {', '.join(rates)} GB/s{ratio}"
+
+
+def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
+    """The table of a document: microseconds of the best of ours, everyone's GB/s, and the share of a copy's rate."""
+    names = list(dict.fromkeys(name for record in document["cases"] for name in record["peers"]))
+    rows = []
+    for record in document["cases"]:
+        mine = record["peers"].get(record["ours"]) or {}
+        cells = [record["peers"][name]["gb_s"] for name in names]
+        rows.append(
+            [
+                record["name"],
+                report.NOTHING if not mine else f"{1e3 * mine['ms']:,.1f}",
+                *(report.NOTHING if rate is None else f"{rate:,.0f}" for rate in cells),
+                report.NOTHING if record["ratio"] is None else f"{record['ratio']:.3f}",
+                report.NOTHING if not mine else f"{mine['of_copy']:.0%}",
+            ]
+        )
+    say(report.heading(dict(document)))
+    say(report.plain_table(["case", "us", *names, "ratio", "of copy"], rows))
+    for text in report.refusals(dict(document)):
+        say(f"not timed: {text}")
+
+
+def select(names: Sequence[str]) -> list[DecodeCase]:
+    """The cases of the named sets, each once."""
+    return list(dict.fromkeys(case for name in names for case in SETS[name]))
+
+
+def run(
+    cases: Sequence[DecodeCase],
+    peers: Sequence[str] | None,
+    settings: Settings,
+    on_case: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> dict[str, Any]:
+    """Run the cases; the document, which is saved after each case."""
+    started, bench = time.monotonic(), Bench.on(settings.device)
+    entrants = [peer for peer in contestants(settings.device) if peers is None or peer.name in peers]
+    entrants = entrants or [peer for peer in contestants(settings.device) if peer.ours]
+    document: dict[str, Any] = {
+        "schema": results.SCHEMA,
+        "what": settings.what,
+        "date": results.now(),
+        "commit": settings.commit or machine.commit(),
+        "machine": machine.describe(settings.device),
+        "method": {"rounds": settings.rounds, "burst_ms": settings.burst_ms, "order": "alternating, graph, cold L2"},
+        "ceilings": bench.ceilings,
+        "versions": {},
+        "cases": [],
+        "not_reached": [case.name for case in cases],
+    }
+    path = None
+    if settings.out is not None:
+        path = results.file_for(settings.out, document["machine"]["device"], document["date"], settings.what)
+    for case in cases:
+        if settings.seconds is not None and time.monotonic() - started >= settings.seconds:
+            break
+        document["cases"].append(run_case(case, entrants, settings, bench))
+        document["not_reached"].pop(0)
+        if path is not None:
+            results.save(document, path)
+        on_case(document["cases"][-1])
+        gc.collect()
+        if settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return document
