@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = ":".join([str(Path(__file__).parent), *sys.path])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(rank), str(folder)], env={"PYTHONPATH": paths}, stderr=subprocess.PIPE
+            [sys.executable, "-c", PROCESS, str(rank), str(folder)],
+            env={**os.environ, "PYTHONPATH": paths},
+            stderr=subprocess.PIPE,
         )
         for rank in range(WORLD)
     ]
