@@ -113,6 +113,8 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causa
 def _batch(*tensors: torch.Tensor) -> tuple[int, ...]:
     """The dimensions before the heads that the tensors have together."""
     leads = [tuple(x.shape[:-3]) for x in tensors]
+    if leads[0] == leads[1] == leads[2]:
+        return leads[0]
     try:
         return tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
@@ -141,7 +143,8 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
 
 def _bshd(x: torch.Tensor, heads: int, batch: tuple[int, ...]) -> torch.Tensor:
     """[batch, seqlen, heads, head_dim]: a view, except where dimensions broadcast or the last one is strided."""
-    x = x.expand(*batch, heads, *x.shape[-2:])
+    if x.shape[:-2] != (*batch, heads):
+        x = x.expand(*batch, heads, *x.shape[-2:])
     if len(batch) != 1:
         x = x.reshape(math.prod(batch), *x.shape[-3:])
     x = x.transpose(1, 2)
