@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from .. import softmax
-from ..decode.append import append, gather, places, rows_of
+from ..decode.append import append, places, rows_of, scale_at, stretch
 from ..decode.plan import parts
 from ..decode.rotary import rotate
 from ..kvcache import CacheInputs, CacheProblem, Lengths, Tree, band, key_range, lengths
@@ -47,20 +47,42 @@ def _groups(problem: CacheProblem, inputs: CacheInputs, at: Lengths, b: int) -> 
     call, (n_q, n_k, pad) = problem.attention, (int(x[b]) for x in (at.q, at.k, at.pad))
     one = Lengths(*(x[b : b + 1] for x in at))
     lo, hi = (int(x) for x in key_range(one, *band(problem), torch.zeros_like(one.q), one.q))
-    # Of the pages before a window not even the ids may be looked at.
-    where = places(inputs, b, pad + torch.arange(lo, max(lo, hi)))
-    k, v = (
-        torch.zeros((n_k, *cache.shape[2:]), dtype=call.compute_dtype) for cache in (inputs.k_cache, inputs.v_cache)
-    )
-    if lo < hi:
-        k[lo:hi] = gather(inputs.k_cache, inputs.k_scale, problem.static.k_scale, b, where)
-        v[lo:hi] = gather(inputs.v_cache, inputs.v_scale, problem.static.v_scale, b, where)
+    static = problem.static
+    k = _keys(problem, inputs, b, (inputs.k_cache, inputs.k_scale, static.k_scale), (pad, lo, hi, n_k))
+    v = _keys(problem, inputs, b, (inputs.v_cache, inputs.v_scale, static.v_scale), (pad, lo, hi, n_k))
     mask = call.options.mask
     if inputs.tree is not None:
         mask = mask & Tree(inputs.tree, n_k - n_q)
     alone = Inputs(_rows(problem, inputs, at, b), k, v, alibi_slopes=inputs.alibi_slopes, sinks=inputs.sinks)
     sequence = replace(call, packed=True, options=replace(call.options, mask=mask))
     return sequences_of(sequence, alone, b, b + 1, slice(0, n_q), slice(0, n_k))
+
+
+def _keys(
+    problem: CacheProblem,
+    inputs: CacheInputs,
+    b: int,
+    cache: tuple[torch.Tensor, torch.Tensor | None, str | None],
+    where: tuple[int, int, int, int],
+) -> torch.Tensor:
+    """Keys (or values) of one sequence, dequantised: [n_k, Hkv, D] in the compute dtype, stored by head.
+
+    Args:
+        problem, inputs, b: the sequence.
+        cache: keys or values, their scale, and how it is indexed.
+        where: slots before the first key; the keys that any row sees, lo .. hi; how many keys there are. Of the others
+            not even the pages' ids may be looked at; they are 0.
+    """
+    (tensor, scale, kind), (pad, lo, hi, n_k) = cache, where
+    sizes = (tensor.shape[2], n_k, tensor.shape[3])
+    whole = lo == 0 and hi == n_k
+    x = (torch.empty if whole else torch.zeros)(sizes, dtype=problem.attention.compute_dtype)
+    if lo < hi:
+        x[:, lo:hi] = stretch(tensor, inputs, b, pad + lo, pad + hi).transpose(0, 1)
+        if scale is not None:
+            rows = places(inputs, b, pad + torch.arange(lo, hi)).rows
+            x[:, lo:hi] *= scale_at(scale, kind, b, rows).transpose(0, 1)
+    return x.transpose(0, 1)
 
 
 def _rows(problem: CacheProblem, inputs: CacheInputs, at: Lengths, b: int) -> torch.Tensor:

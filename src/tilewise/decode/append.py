@@ -33,12 +33,16 @@ def scale_at(scale: torch.Tensor, kind: str | None, b: int, rows: torch.Tensor) 
     return (scale[rows] if kind == PER_PAGE else scale[b][None])[..., None]
 
 
-def gather(cache: torch.Tensor, scale: torch.Tensor | None, kind: str | None, b: int, at: Places) -> torch.Tensor:
-    """The slots `at` of sequence b, [slots, Hkv, D], dequantised."""
-    if cache.dtype != FP8:
-        return cache[at.rows, at.slots]
-    found = cache.view(torch.uint8)[at.rows, at.slots].view(FP8).float()
-    return found if scale is None else found * scale_at(scale, kind, b, at.rows)
+def stretch(cache: torch.Tensor, inputs: CacheInputs, b: int, start: int, stop: int) -> torch.Tensor:
+    """The slots ``start .. stop`` of sequence b as the cache holds them, [n, Hkv, D]; a view of a contiguous one."""
+    if inputs.page_table is None:
+        row = b if inputs.cache_batch_idx is None else int(inputs.cache_batch_idx[b])
+        return cache[row, start:stop]
+    size = cache.shape[1]
+    first = start // size
+    pages = inputs.page_table[b, first : -(-stop // size)].long()
+    raw = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    return raw[pages].flatten(0, 1)[start - first * size : stop - first * size].view(cache.dtype)
 
 
 def append(problem: CacheProblem, inputs: CacheInputs, at: Lengths) -> None:

@@ -8,10 +8,11 @@ it; pieces of cut items leave a partial result, output and LSE, in a *slot*, and
 
 Two ways to cut, both from sizes and lengths alone, so a plan is computed on the device, inside a CUDA graph too:
 
-- *Balanced*: all tiles in a row, item after item, are cut into as many runs as there are programs, or tiles if those are
-  fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one moves to its nearer end (the adaptive rule
-  of Flash-Decoding++: short contexts are not split). Piece of program p: slot ``2 p + 1`` if it is its item's first,
-  else ``2 p``. A program cuts at most the item that it starts with and the one it ends with, hence two slots.
+- *Balanced*: all tiles in a row, item after item, are cut into as many runs as there are programs, or tiles if those
+  are fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one
+  moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Piece of program p:
+  slot ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the
+  one it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
 
 Source: Osama et al., "Stream-K" (2023); LeanAttention (Sanovar et al., 2024); Flash-Decoding++ (Hong et al., 2023).
