@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[Budget, Budget]] = {
     "alibi": (Budget(445), Budget(575, 0, 820)),
     "sinks": (Budget(355), Budget(365)),
     "bias": (Budget(920, 0, 350), Budget(945, 16, 1000)),
-    "dropout": (Budget(1075), Budget(1075)),
+    "dropout": (Budget(760), Budget(1075)),
     "score_mod": (Budget(945), Budget(955, 0, 1350)),
     "documents": (Budget(380, 7, 850), Budget(390, 3, 2200)),
     "block_mask": (Budget(370, 0, 460), Budget(385, 3, 1700)),

@@ -32,6 +32,7 @@ from .work import (
     first_key,
     first_row,
     heads_of,
+    key_of,
     low,
     own,
     rounds_of,
@@ -148,19 +149,33 @@ def poisoned(v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W
 
 
 @gluon.jit
-def kept(p32, seq, tile, rows, j, work, variant, shape):
-    """Weights that dropout leaves."""
+def dropped(p32, seq, tile, rows, j, key, work, variant, shape):
+    """Ones in the halves of packed weights that dropout makes 0; the weights' layout is that of `p32`."""
+    marks = 0
     if variant.seed is not None:
         PACKED: gl.constexpr = p32.type.layout
         n0 = first_key(tile, j, variant, shape)
         batch_head = seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)
-        p32 = p32 & scores.kept(variant, batch_head, rows, n0, shape.BLOCK_N, PACKED)
+        k0, k1 = key
+        if shape.BLOCK_DV == 256:
+            # The keys of ten rounds follow from it sooner than registers are found to keep them.
+            k0, k1 = scores.opaque(k0), scores.opaque(k1)
+        # Computed where it is asked for, and not where it is needed.
+        marks = scores.opaque(scores.dropped(variant, (k0, k1), batch_head, rows, n0, shape.BLOCK_N, PACKED))
+    return marks
+
+
+@gluon.jit
+def kept(p32, marks, variant):
+    """Weights that dropout leaves."""
+    if variant.seed is not None:
+        p32 = p32 & ~marks
     return p32
 
 
 @gluon.jit
 def step(
-    state, q_smem, zero, k, v, seq, tile, rows, j, i, slope,
+    state, q_smem, zero, k, v, seq, tile, rows, j, i, slope, key,
     io, consumers, band, work, variant, extra, shape, W: gl.constexpr,
 ):  # fmt: skip
     """Scores of the j-th key tile (use i of the rings) while the values of the tile before it are added.
@@ -176,6 +191,11 @@ def step(
     s = multiply(q_smem, k_smem, zero, shape)
     acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
     next_turn(consumers.turns, W, shape.CONSUMERS)
+    # While products are under way, where registers last: not in 64 KiB of O, nor beside a branch that cleans v.
+    EARLY: gl.constexpr = shape.BLOCK_DV < 256 and not shape.CLEAN
+    marks = 0
+    if EARLY:
+        marks = dropped(p32, seq, tile, rows, j, key, work, variant, shape)
     if shape.DV_HIGH == 0:
         s, acc, p16 = warpgroup_mma_wait(1, deps=(s, acc, p16))
     else:
@@ -198,6 +218,8 @@ def step(
         checked += scores.spread(poison, sums)
     flags_smem = consumers.flags.index(W)
     flags_smem.store(scores.by_warp(scores.outgrown(checked) | far))
+    if not EARLY:
+        marks = dropped(p32, seq, tile, rows, j, key, work, variant, shape)
     acc, tail, p16 = added(acc, tail, p16, shape)
     p32 = packed(p, io.q_desc.dtype)
     release(v, i - 1)
@@ -221,7 +243,7 @@ def step(
         if shape.DV_HIGH != 0:
             tail = scaled(tail, alpha)
     release(k, i)
-    return acc, tail, kept(p32, seq, tile, rows, j, work, variant, shape), scale, shift, l_i + sums
+    return acc, tail, kept(p32, marks, variant), scale, shift, l_i + sums
 
 
 @gluon.jit
@@ -237,7 +259,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     s = warpgroup_mma_wait(0, deps=(s,))
     release(k, i)
     top = tile.hi - 1
-    slope = slope_of(variant, seq, rows, shape)
+    slope, key = slope_of(variant, seq, rows, shape), key_of(variant)
     none = each_row(rows, 0.0)
     s = modified(s, none, seq, tile, rows, top, slope, band, variant, extra, shape, True)
     acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
@@ -254,12 +276,13 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     unit = unit_of(io.qk_scale, variant)
     scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
     p = gl.exp2(scores.exponents(s, scale, safe))
-    p32 = kept(packed(p, io.q_desc.dtype), seq, tile, rows, top, work, variant, shape)
+    p32 = packed(p, io.q_desc.dtype)
+    p32 = kept(p32, dropped(p32, seq, tile, rows, top, key, work, variant, shape), variant)
     state = acc, tail, p32, scale, shift, scores.partial_sums(p)
     last = tile.hi - tile.lo
     for d in range(1, last):
         state = step(
-            state, q_smem, zero, k, v, seq, tile, rows, top - d, i + d, slope,
+            state, q_smem, zero, k, v, seq, tile, rows, top - d, i + d, slope, key,
             io, consumers, band, work, variant, extra, shape, W,
         )  # fmt: skip
     return state, i + last

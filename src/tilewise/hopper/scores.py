@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..kernels import score
+from ..kernels import philox, score
 from .pipeline import cta_barrier, reinterpret
 
 # Rows of v, and numbers of 32 bits in a row, that are looked at together: few registers are free in the loop.
@@ -92,7 +91,7 @@ def straight(s, less, slope, diagonal, beyond, variant, EXACT: gl.constexpr):
 
 @gluon.jit
 def opaque(x):
-    """An integer of which the compiler cannot know that it is `x`: it shares nothing, and foresees nothing."""
+    """Integers of which the compiler cannot know that they are `x`: it shares nothing, and foresees nothing."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -123,26 +122,36 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
 
 
 @gluon.jit
-def kept(variant, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
-    """The dropout mask of a tile for packed weights, [M, N / 2]: one Philox call for the eight elements of a thread.
+def dropped(variant, key, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
+    """Ones in the halves of packed weights that dropout makes 0, [M, N / 2]: a Philox call for eight of a thread.
 
-    `batch_head` is ``batch * heads_q + head``, for all rows or [M].
+    `key` are the halves of the seed, `batch_head` is ``batch * heads_q + head``, for all rows or [M].
     """
     CALLS: gl.constexpr = call_layout(N)
-    zero = gl.zeros([64, N // 8], gl.int32, CALLS)
-    row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)
-    calls = n0 // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, CALLS))
-    c0 = (zero + row[:, None]).to(gl.uint32)
-    c1 = (zero + calls[None, :]).to(gl.uint32)
+    k0, k1 = key[0].to(gl.uint32), key[1].to(gl.uint32)
+    row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)[:, None]
+    calls = (n0 // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, CALLS)))[None, :]
     if len(batch_head.shape) == 1:
         batch_head = gl.convert_layout(batch_head, gl.SliceLayout(1, CALLS), assert_trivial=True)[:, None]
-    c2 = (zero + batch_head).to(gl.uint32)
-    w0, w1, w2, w3 = tl.philox(gl.load(variant.seed), c0, c1, c2, zero.to(gl.uint32))
+    w0, w1, w2, w3 = philox.words(k0, k1, row.to(gl.uint32), calls.to(gl.uint32), batch_head.to(gl.uint32))
     words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y, the halves of which are neighbours
     words = words.reshape([64, N // 32, 4, 4]).permute([0, 1, 3, 2]).reshape([64, N // 2])
-    keep = gl.to_tensor(variant.keep).to(gl.uint32)
-    mask = gl.where((words & 0xFFFF) < keep, 0xFFFF, 0) | gl.where((words >> 16) < keep, 0xFFFF << 16, 0)
-    return gl.convert_layout(mask.to(gl.int32), PACKED, assert_trivial=True)
+    marks = at_least(words.to(gl.int32), gl.to_tensor(variant.keep).to(gl.int32))
+    return gl.convert_layout(marks, PACKED, assert_trivial=True)
+
+
+@gluon.jit
+def at_least(words, keep):
+    """Ones in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535).
+
+    Cut off to ``keep - 1 .. keep`` it is one of two numbers, both halves at once.
+    """
+    CUT: gl.constexpr = "{ .reg .b32 t; max.u16x2 t, $1, $2; min.u16x2 $0, t, $3; }"
+    least = (keep - 1) * 0x10001
+    cut = gl.inline_asm_elementwise(
+        CUT, "=r,r,r,r", [words, least, keep * 0x10001], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return cut * 0xFFFF - least * 0xFFFF
 
 
 @gluon.jit

@@ -175,6 +175,16 @@ def slope_of(variant, seq, rows, shape):
 
 
 @gluon.jit
+def key_of(variant):
+    """The halves of dropout's seed, read once for a tile of rows."""
+    low, high = 0, 0
+    if variant.seed is not None:
+        seed = gl.load(variant.seed)
+        low, high = seed.to(gl.int32), (seed >> 32).to(gl.int32)
+    return low, high
+
+
+@gluon.jit
 def tile_of(seq, m0, keys, band, variant, shape):
     """What the rows from m0 see. There is always a key tile: a row that sees nothing is masked, not skipped."""
     if variant.plan is not None:

@@ -1,0 +1,34 @@
+"""Philox-4x32-10 for the kernels of both dialects, the numbers of `tilewise.dropout`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def wide(x, multiplier: tl.constexpr):
+    """High and low word of a product: one instruction, where `tl.philox` takes two."""
+    product = x.to(tl.uint64) * multiplier
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
+def words(k0, k1, c0, c1, c2):
+    """Four words of the counter (c0, c1, c2, 0) and the key (k0, k1), uint32 that broadcast.
+
+    What does not depend on rows, or not on columns, is computed for these alone: three of the twenty products are.
+    """
+    c3 = k0 * 0
+    for _ in tl.static_range(10):
+        high_0, low_0 = wide(c0, _MULTIPLIER_0)
+        high_1, low_1 = wide(c2, _MULTIPLIER_1)
+        c0 = high_1 ^ c1 ^ k0
+        c2 = high_0 ^ c3 ^ k1
+        c1, c3 = low_1, low_0
+        k0 += _STEP_0
+        k1 += _STEP_1
+    return c0, c1, c2, c3
