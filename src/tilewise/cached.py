@@ -55,11 +55,16 @@ def serve(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, tor
 
 
 def placed(inputs: CacheInputs) -> CacheInputs:
-    """The inputs with lengths and tables on q's device."""
+    """The inputs with lengths and tables on q's device, dense, as backends take them."""
+    changes = {name: getattr(inputs, name) for name in cache_checks.METADATA}
     device = inputs.q.device
-    moved = {name: getattr(inputs, name) for name in cache_checks.METADATA}
-    moved = {name: x.to(device) for name, x in moved.items() if x is not None and x.device != device}
-    return inputs._replace(**moved)
+    changes = {name: x.to(device).contiguous() for name, x in changes.items() if x is not None and moves(x, device)}
+    return inputs._replace(**changes)
+
+
+def moves(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor of lengths is not where, or how, backends take it."""
+    return x.device != device or not x.is_contiguous()
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

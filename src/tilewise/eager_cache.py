@@ -47,7 +47,7 @@ class Call:
         found = [x for name in cache_checks.METADATA if (x := getattr(inputs, name)) is not None]
         self._problem = problem
         # What is to be moved, or looked at, is so again in each call.
-        self._moves = any(x.device != problem.device for x in found)
+        self._moves = any(cached.moves(x, problem.device) for x in found)
         self._reads = problem.options.validate or all(x.device.type == "cpu" for x in found)
         self._serve = _bound(problem)
 

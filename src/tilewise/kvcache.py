@@ -63,7 +63,7 @@ class Rotary:
 class CacheInputs(NamedTuple):
     """The tensors of a call. `T` is ``cu_seqlens_q[-1]`` or more; ragged calls have no batch dimension in q and k_new.
 
-    Lengths and tables are int32 or int64. Backends get them on q's device.
+    Lengths and tables are int32 or int64. Backends get them on q's device, contiguous.
     """
 
     q: torch.Tensor  # [B, Sq, Hq, D], ragged [T, Hq, D]

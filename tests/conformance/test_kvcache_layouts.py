@@ -98,6 +98,22 @@ def test_integers_of_either_width(target: Target, offsets: torch.dtype) -> None:
     verify(target, call.having(causal=True, **{name: call.options[name].to(offsets) for name in names}))
 
 
+def _column(x: torch.Tensor) -> torch.Tensor:
+    """The same values with other ones between them in memory."""
+    return torch.stack([x, torch.full_like(x, 1_000_000)], dim=-1)[..., 0]
+
+
+def test_lengths_that_are_columns(target: Target) -> None:
+    """Lengths, tables, scales and angles may be parts of larger tensors."""
+    draw, sizes = Draw(target.device), Sizes(used=(20, 9), rows=(2, 3), new=0, pad=(3, 0))
+    call = paged(draw_call(sizes, target.dtype, draw), 16).having(causal=True, sinks=_column(draw.normal(4)))
+    names = ("cache_seqlens", "page_table", "cu_seqlens_q", "cache_leftpad")
+    call = call.having(**{name: _column(call.options[name]) for name in names})
+    tables = rotary(16, draw)
+    wide = [torch.cat([x, x * 0 + 9.0], dim=1)[:, :8] for x in (tables.cos, tables.sin)]
+    verify(target, call.having(rotary=tilewise.Rotary(*wide), alibi_slopes=_column(draw.uniform(2, 4))))
+
+
 # Scales are powers of two where something is appended, so that dividing by them is exact everywhere.
 SCALES: dict[str, Callable[[Draw, int, int], torch.Tensor]] = {
     "per_head": lambda d, batch, pages: 2.0 ** -d.integers(3, 2).float(),
