@@ -265,6 +265,28 @@ def test_arguments_that_are_refused() -> None:
         tilewise.flex(q[0], k, v)
 
 
+def test_modes_and_transforms() -> None:
+    q, k, v = operands()
+    mask = block_mask(causal)
+
+    def attend(q: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        mod = lambda s, b, h, q, k: torch.exp(s * factor) - alibi(s, b, h, q, k)  # noqa: E731 - recorded in each mode
+        return tilewise.flex(q, k, v, mod, mask, enable_gqa=True)
+
+    with torch.inference_mode():
+        first = attend(q, 0.5).clone()
+    torch.testing.assert_close(first, attend(q, 0.5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lowered = attend(q, 0.25)
+    assert lowered.dtype == torch.bfloat16
+    torch.testing.assert_close(lowered.float(), attend(q, 0.25), atol=0.05, rtol=0.05)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(attend(leaf).square().sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda x: attend(x).square().sum())(q), expected)
+    mapped = torch.vmap(attend)(torch.stack([q, q * 2]))
+    torch.testing.assert_close(mapped, torch.stack([attend(q), attend(q * 2)]))
+
+
 def test_an_empty_list_of_options_is_none() -> None:
     q, k, v = operands()
     tilewise.flex(q, k, v, enable_gqa=True, kernel_options={})

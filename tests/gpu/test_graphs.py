@@ -24,6 +24,7 @@ def seeded(draw: Draw, turn: int) -> Call:
 CAPTURED: dict[str, Callable[[Draw, int], Call]] = {
     "plain": lambda d, turn: CALLS["plain"](d),
     "causal": lambda d, turn: CALLS["causal"](d),
+    "interval": lambda d, turn: CALLS["interval"](d),
     "packed": lambda d, turn: packed(d, *LENGTHS[turn], causal=True),
     "dropout": seeded,
 }
@@ -79,7 +80,7 @@ def test_compiled_training_in_a_graph() -> None:
     """`mode="reduce-overhead"`: torch.compile captures forward and backward, and gives what eager calls give."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        return tilewise.attention(q, k, v, causal=True, dropout_p=0.2, dropout_seed=seed)
+        return tilewise.attention(q, k, v, causal=True, dropout_p=0.2, dropout_seed=seed, deterministic=True)
 
     compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
     for turn in range(4):

@@ -222,7 +222,9 @@ def as_mask(block_mask: Any, seqlen_q: int, seqlen_k: int, device: torch.device)
     versions = (seqlen_q, seqlen_k, block_mask.mask_mod, *(x._version for x in lists if x is not None))
     known = _masks.get(block_mask)
     if known is None or known[0] != versions:
-        known = _masks[block_mask] = (versions, _lowered_mask(block_mask, seqlen_q, seqlen_k, device))
+        # It is kept, and may be wanted for a gradient later.
+        with torch.inference_mode(False):
+            known = _masks[block_mask] = (versions, _lowered_mask(block_mask, seqlen_q, seqlen_k, device))
     return known[1]
 
 

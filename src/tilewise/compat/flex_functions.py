@@ -39,13 +39,18 @@ def record(function: Callable[..., Any], with_score: bool, device: torch.device,
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    scalars = [torch.zeros((), dtype=torch.int32, device=device) for _ in POSITIONS]
-    if with_score:
-        scalars.insert(0, torch.zeros((), dtype=dtype, device=device))
     try:
-        # As FlexAttention does: an index is a tensor and not a number, which would be fixed here.
-        with torch.enable_grad(), TransformGetItemToIndex():
-            return make_fx(function)(*scalars)
+        # What is recorded is kept, so the modes of this call stay out of it. The last as FlexAttention does: an index
+        # is a tensor and not a number, which would be fixed here.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            TransformGetItemToIndex(),
+        ):
+            scalars = [torch.zeros((), dtype=torch.int32, device=device) for _ in POSITIONS]
+            score = [torch.zeros((), dtype=dtype, device=device)] if with_score else []
+            return make_fx(function)(*score, *scalars)
     except RuntimeError as error:
         if "data-dependent control flow" in str(error):
             refuse(function, "a function that branches on a value", "write torch.where(condition, a, b)")
