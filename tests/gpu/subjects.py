@@ -21,6 +21,11 @@ def _dense(draw: Draw, **options: Any) -> Call:
     return dense(_SHAPE, torch.bfloat16, draw, **options)
 
 
+def _interval(draw: Draw) -> tilewise.Interval:
+    rows = torch.arange(200, device=draw.device)
+    return tilewise.Interval(rows - 20, rows + 90)
+
+
 def packed(draw: Draw, lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
     """Members of these lengths, none longer than 256 rows."""
     q, k, v = (
@@ -39,5 +44,6 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
     "alibi_sinks": lambda d: _dense(d, alibi_slopes=d.uniform(4), sinks=d.normal(4), causal=True),
     "dropout": lambda d: _dense(d, dropout_p=0.1, dropout_seed=torch.tensor(7, device=d.device)),
     "block_mask": lambda d: _dense(d, mask=tilewise.BlockMask(d.bools(1, 4, 2, 3), 128, 128)),
+    "interval": lambda d: _dense(d, mask=_interval(d)),
     "packed": lambda d: packed(d, [10, 0, 190], [7, 93, 233], causal=True),
 }

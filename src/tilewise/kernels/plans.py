@@ -112,7 +112,8 @@ def _band_map(
     lo, hi = interval(lowered, frame)
     len_q, len_k = (x[:, None] if isinstance(x, torch.Tensor) else x for x in lengths)
     rows = torch.arange(frame.seqlen_q, device=frame.device)[None]
-    hi = torch.minimum(hi, torch.as_tensor(len_k, device=frame.device))
+    # A length as a tensor of its own would be copied from the host, which a graph that is captured does not allow.
+    hi = torch.minimum(hi, len_k) if isinstance(len_k, torch.Tensor) else hi.clamp(max=len_k)
     seen, absent = lo < hi, rows >= len_q
     seen, absent = torch.broadcast_tensors(seen & ~absent, absent)
     pad = (0, _round_up(frame.seqlen_q, tile.block_m) - frame.seqlen_q)
