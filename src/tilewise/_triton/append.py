@@ -80,23 +80,19 @@ def append_kernel(
     real = tokens < new
     lines = (q_start + tokens) * k_new.seq
     base = k_new.ptr + b.to(tl.int64) * k_new.batch + h.to(tl.int64) * k_new.head
-    for start in tl.static_range(0, shape.HEAD_DIM, shape.BLOCK_D):
-        if rope is None:
-            x = cache.load_tile(base, lines, real, start, shape.HEAD_DIM, shape.BLOCK_D, True)
-        else:
-            positions = rotary.first_position(rope, b, used) + tokens
-            x = rotary.load_rotated(
-                base, lines, real, positions, rope_length, rope, start, shape.HEAD_DIM, shape.BLOCK_D
-            )  # fmt: skip
-        _store(
-            x, k, row, at, inside, h, scales.k, scales.k_row, scales.k_head, seq, shape.K_SCALES,
-            start + tl.arange(0, shape.BLOCK_D), shape.HEAD_DIM,
-        )  # fmt: skip
+    if rope.cos is None:
+        x = cache.load_tile(base, lines, real, 0, shape.HEAD_DIM, shape.BLOCK_D, True)
+    else:
+        positions = rotary.first_position(rope, b, used) + tokens
+        x = rotary.load_rotated(base, lines, real, positions, rope_length, rope, 0, shape.HEAD_DIM, shape.BLOCK_D)
+    d = tl.arange(0, shape.BLOCK_D)
+    _store(
+        x, k, row, at, inside, h, scales.k, scales.k_row, scales.k_head, seq, shape.K_SCALES, d, shape.HEAD_DIM
+    )  # fmt: skip
     lines = (q_start + tokens) * v_new.seq
     base = v_new.ptr + b.to(tl.int64) * v_new.batch + h.to(tl.int64) * v_new.head
-    for start in tl.static_range(0, shape.HEAD_DIM_V, shape.BLOCK_D):
-        x = cache.load_tile(base, lines, real, start, shape.HEAD_DIM_V, shape.BLOCK_D, True)
-        _store(
-            x, v, row, at, inside, h, scales.v, scales.v_row, scales.v_head, seq, shape.V_SCALES,
-            start + tl.arange(0, shape.BLOCK_D), shape.HEAD_DIM_V,
-        )  # fmt: skip
+    x = cache.load_tile(base, lines, real, 0, shape.HEAD_DIM_V, shape.BLOCK_DV, True)
+    d = tl.arange(0, shape.BLOCK_DV)
+    _store(
+        x, v, row, at, inside, h, scales.v, scales.v_row, scales.v_head, seq, shape.V_SCALES, d, shape.HEAD_DIM_V
+    )  # fmt: skip

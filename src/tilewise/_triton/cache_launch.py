@@ -27,8 +27,8 @@ from .rotary import Rope
 
 # Rows from which the warps of a tile have rows of their own.
 _WIDE = 64
-# Tokens that a program appends.
-_TOKENS = 16
+# Tokens times dims that a program appends, a head at a time.
+_APPENDED = 2048
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -39,6 +39,7 @@ class AppendShape(NamedTuple):
     HEAD_DIM: Any
     HEAD_DIM_V: Any
     BLOCK_D: Any
+    BLOCK_DV: Any
     BLOCK_T: Any
     PAGE: Any
     K_SCALES: Any
@@ -74,10 +75,10 @@ class Launch:
         return Scales(*fields)
 
     @property
-    def rope(self) -> Rope | None:
+    def rope(self) -> Rope:
         x, static = self.inputs, self.problem.static
         if x.rotary_cos is None or x.rotary_sin is None:
-            return None
+            return Rope(*[None] * len(Rope._fields))
         rows = (x.rotary_cos.stride(0), x.rotary_sin.stride(0))
         sizes = (tl.constexpr(self.problem.rotary_dim), tl.constexpr(static.rotary_interleaved))
         return Rope(x.rotary_cos, x.rotary_sin, *rows, x.rotary_positions, *sizes)
@@ -174,13 +175,14 @@ def _append(call: Launch, tape: Tape) -> None:
     if inputs.k_new is None or inputs.v_new is None:
         return
     attention = problem.attention
-    most = problem.seqlen_new or 0
-    token_tiles = -(-most // _TOKENS)
+    blocks = [launch.block(dim) for dim in (attention.head_dim, attention.head_dim_v)]
+    tokens = min(16, _APPENDED // max(blocks))
+    token_tiles = -(-(problem.seqlen_new or 0) // tokens)
     programs = attention.batch * token_tiles * attention.heads_kv
     if not programs:
         return
-    block = min(launch.block(max(attention.head_dim, attention.head_dim_v)), 128)
-    sizes = (attention.heads_kv, attention.head_dim, attention.head_dim_v, block, _TOKENS, problem.page_size or 0)
+    dims = (attention.head_dim, attention.head_dim_v)
+    sizes = (attention.heads_kv, *dims, *blocks, tokens, problem.page_size or 0)
     shape = AppendShape._make((*map(tl.constexpr, sizes), *call.scale_kinds))
     arguments = (
         *(_rows(x, attention.packed) for x in (inputs.k_new, inputs.v_new)), _rows(inputs.k_cache),

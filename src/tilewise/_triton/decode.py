@@ -25,12 +25,12 @@ from . import cache, decode_plan, device, rotary
 from .cache import Limits
 from .decode_plan import Work
 
-# The largest score of a row may be so far from the assumed maximum, in base 2: then weights, and sums of 2**40 of them,
+# With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
 # are normal numbers of fp32 and bf16.
 REACH = tl.constexpr(86.0)
-# The same for weights in fp16, above and below: their largest is between 2**-4 and 2**15.
-REACH_FP16 = tl.constexpr(15.0)
-SHRINK_FP16 = tl.constexpr(4.0)
+# Weights in fp16 are 2**8 times as large, and the largest of a row must be in this range.
+SHIFT_FP16 = tl.constexpr(8.0)
+LOW_FP16, HIGH_FP16 = tl.constexpr(-4.0), tl.constexpr(15.0)
 PER_ITEM = tl.constexpr(1)
 PER_PAGE = tl.constexpr(2)
 
@@ -307,7 +307,7 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
     i = packed // shape.GROUP
     base = q.ptr + seq.b.to(tl.int64) * q.batch + seq.q_start * q.seq
     rows = i.to(tl.int64) * q.seq + heads.to(tl.int64) * q.head
-    if rope is None:
+    if rope.cos is None:
         main = cache.load_tile(base, rows, inside, 0, shape.HEAD_DIM, shape.BLOCK_MAIN, True)
     else:
         used = cache.slots_in_use(slots, seq.b, limits)
@@ -318,7 +318,7 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
         )  # fmt: skip
     rest = main
     if shape.BLOCK_REST > 0:
-        if rope is None:
+        if rope.cos is None:
             rest = cache.load_tile(base, rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, True)
         else:
             rest = rotary.load_rotated(
@@ -369,21 +369,30 @@ def finished(acc, l_i, m_i, scale):
 
 
 @triton.jit
+def compute_true(
+    tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right
+):  # fmt: skip
+    """Output [M, Dv] and LSE [M] of an item over a piece of its keys."""
+    state = true_state(sink, variant, shape)
+    acc, l_i, m_i = walk(
+        state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, None
+    )  # fmt: skip
+    return finished(acc, l_i, m_i, variant.scale if variant.fold else LN2)
+
+
+@triton.jit
 def compute(
     tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right, phi
 ):  # fmt: skip
-    """Output [M, Dv] and LSE [M] of an item over a piece of its keys."""
-    lse_scale = variant.scale if variant.fold else LN2
+    """The same with the maximum `phi` assumed (None: the true one), where that holds for a row."""
     if phi is None:
-        state = true_state(sink, variant, shape)
-        acc, l_i, m_i = walk(
-            state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, None
+        o, lse = compute_true(
+            tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right
         )  # fmt: skip
-        o, lse = finished(acc, l_i, m_i, lse_scale)
     else:
         assumed = phi * LOG2E
         if tl.float16 == shape.V_TYPE:
-            assumed -= SHRINK_FP16 + SHRINK_FP16
+            assumed -= SHIFT_FP16
         state = assumed_state(sink, assumed, variant, shape)
         acc, l_i, peak = walk(
             state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
@@ -394,20 +403,17 @@ def compute(
         # Values may be so large that their weighted sum overflows where their mean does not.
         wrong = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1) > 0
         if tl.float16 == shape.V_TYPE:
-            wrong = wrong | (top > REACH_FP16) | (top < -SHRINK_FP16)
+            wrong = wrong | (top > HIGH_FP16) | (top < LOW_FP16)
         else:
             wrong = wrong | (tl.abs(top) > REACH)
         wrong = wrong & (top != float("-inf")) & (tl.max(tiles.rows, 1) < seq.len_q)
         if tl.max(wrong.to(tl.int32), 0) > 0:
-            state = true_state(sink, variant, shape)
-            acc, l_i, m_i = walk(
-                state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right,
-                None,
+            true_o, true_lse = compute_true(
+                tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right
             )  # fmt: skip
-            exact, exact_lse = finished(acc, l_i, m_i, lse_scale)
             # The other rows keep their bits.
-            o = tl.where(wrong[:, None], exact, o)
-            lse = tl.where(wrong, exact_lse, lse)
+            o = tl.where(wrong[:, None], true_o, o)
+            lse = tl.where(wrong, true_lse, lse)
     return o, lse
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 class Rope(NamedTuple):
     """Tables [positions, DIM / 2], their row strides, and positions of first new tokens or None.
 
-    DIM: dims that are rotated, compile-time. INTERLEAVED: pairs are neighbours.
+    DIM: dims that are rotated, compile-time. INTERLEAVED: pairs are neighbours. Without rotation all fields are None: a
+    record that holds None cannot itself be compared with None in a kernel.
     """
 
     cos: Any
