@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import tilewise
 from tilewise import errors
@@ -196,6 +197,57 @@ def test_slopes_count() -> None:
     given = (x, x, x, None, None, 6, 6, 0.0, False, False)
     got = OURS["_flash_attention_forward"](*given, alibi_slopes=torch.tensor([0.5, 0.1]))[0]
     assert torch.equal(got, tilewise.attention(x, x, x, alibi_slopes=torch.tensor([0.5, 0.1])))
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """The functions as kernels for CPU tensors, for which PyTorch has none: its dispatcher and autograd call them."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    for name, fn in OURS.items():
+        library.impl(name, fn, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_autograd_leads_from_one_operator_to_the_other(on_the_cpu: None, layout: str) -> None:
+    leaves = [bhsd(layout, seed=i).detach().requires_grad_() for i in range(3)]
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*leaves, 0.0, True, scale=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.3)
+    do = torch.randn(out.shape)
+    assert torch.allclose(out, expected, atol=1e-5) and not lse.requires_grad
+    for x, y in zip(torch.autograd.grad(out, leaves, do), torch.autograd.grad(expected, leaves, do), strict=True):
+        assert torch.allclose(x, y, atol=1e-5)
+
+
+def test_dropout_goes_through_autograd(on_the_cpu: None) -> None:
+    q, k, v = (bhsd("bhsd", seqlen=n, seed=n).detach().requires_grad_() for n in (24, 32, 32))
+    out = aten._scaled_dot_product_flash_attention(q, k, v, 0.25, False)[0]
+    do = torch.randn(out.shape)
+    (dv,) = torch.autograd.grad(out, v, do)
+    # Linear in v, through the weights that were kept: both sides are the same sum.
+    assert float(((out * do).sum() - (dv * v).sum()).detach().abs()) < 1e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_varlen_attn(on_the_cpu: None, window: tuple[int, int], compiled: bool) -> None:
+    (q, k, v), cu_q, cu_k = _packed(4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        return varlen_attn(*tensors, cu_q, cu_k, 7, 5, window_size=window, return_aux=AuxRequest(lse=True))
+
+    torch._dynamo.reset()
+    out, lse = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*leaves)
+    native = tuple(None if bound == -1 else bound for bound in window)
+    options = {"max_seqlen_q": 7, "max_seqlen_k": 5, "window": native, "return_lse": True}
+    expected, expected_lse = tilewise.attention_varlen(*leaves, cu_q, cu_k, **options)
+    assert torch.allclose(out, expected, atol=1e-6) and torch.allclose(lse, expected_lse, atol=1e-6)
+    do = torch.randn(out.shape)
+    for x, y in zip(torch.autograd.grad(out, leaves, do), torch.autograd.grad(expected, leaves, do), strict=True):
+        assert torch.allclose(x, y, atol=1e-5)
 
 
 def on_cuda(name: str) -> bool:
