@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import traceback
 from collections.abc import Callable
@@ -14,11 +15,13 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import tilewise
 from tilewise import Document, PrefixLM
 from tilewise.errors import UnsupportedError
+from tilewise.nn import MultiHeadAttention, RoPE
 
 WORLD = 2
 BATCH, HEADS, ROWS, WHOLE = Shard(0), Shard(2), Shard(1), Replicate()
@@ -179,6 +182,24 @@ def fsdp2(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def tensor_parallel_layer(mesh: DeviceMesh) -> None:
+    """Heads of a layer are spread over the processes, decoding included."""
+    torch.manual_seed(0)
+    plain = MultiHeadAttention(32, 4, heads_kv=2, rope=RoPE(16), causal=True).double().eval()
+    spread = copy.deepcopy(plain)
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel())
+    parallelize_module(spread, mesh, {**columns, "out_proj": RowwiseParallel()})
+    x = randn(2, 6, 32).requires_grad_()
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+    (got,) = torch.autograd.grad(spread(x).square().sum(), x)
+    torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        cache = spread.new_cache(batch=2, capacity=8)
+        assert cache.k.shape[2] == 1
+        parts = [spread(part, cache=cache) for part in x.split([4, 1, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), plain(x))
+
+
 CASES: list[Callable[[DeviceMesh], None]] = [
     by_batch,
     by_heads,
@@ -193,6 +214,7 @@ CASES: list[Callable[[DeviceMesh], None]] = [
     plain_tensors_beside_sharded_ones_are_refused,
     compiled,
     fsdp2,
+    tensor_parallel_layer,
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tilewise import reference
 from tilewise.errors import ArgumentError, UnsupportedError
@@ -126,6 +127,21 @@ def test_autocast_and_compile() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for seqlen in (5, 9, 12):
         torch.testing.assert_close(compiled(tokens(seqlen)), module(tokens(seqlen)))
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+@torch.no_grad()
+def test_compiled_decoding_compiles_nothing_for_each_token() -> None:
+    torch._dynamo.reset()
+    module, x = layer("everything"), tokens()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    cache = module.new_cache(2, 16)
+    parts = [compiled(part, cache=cache) for part in x.split([4] + [1] * 8, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), module(x), atol=1e-5, rtol=1e-5)
+    # One for the prompt, one for tokens.
+    assert counter.frame_count == 2
     torch._dynamo.reset()
 
 

@@ -157,9 +157,10 @@ class MultiHeadAttention(nn.Module):
             [batch, seqlen, embed_dim].
         """
         key, value = (x, x) if context is None else context if isinstance(context, tuple) else (context, context)
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
-        k = self.k_proj(key).unflatten(-1, (self.heads_kv, self.head_dim))
-        v = self.v_proj(value).unflatten(-1, (self.heads_kv, self.head_dim))
+        # As many heads as the projections give: with tensor parallelism those of this process.
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(key).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(value).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast projections are in another dtype than the norms' scales.
             q, k = (norm(y.to(norm.weight.dtype)).to(v.dtype) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
@@ -182,8 +183,9 @@ class MultiHeadAttention(nn.Module):
             capacity: tokens of the longest one, at its end.
             dtype: of keys and values; None: the weights'.
         """
-        weight = self.k_proj.weight
-        shape = (batch, capacity, self.heads_kv, self.head_dim)
+        weight: Any = self.k_proj.weight
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        shape = (batch, capacity, weight.shape[0] // self.head_dim, self.head_dim)
         k, v = (torch.zeros(shape, device=weight.device, dtype=dtype or weight.dtype) for _ in range(2))
         return KVCache(k, v)
 
