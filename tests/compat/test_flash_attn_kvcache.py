@@ -246,6 +246,14 @@ def test_garbage_beyond_the_lengths_is_not_read() -> None:
     assert torch.equal(flash_attn_with_kvcache(**tensors), flash_attn_with_kvcache(**clean))
 
 
+def test_positions_alone_rotate_nothing() -> None:
+    """flash-attn's own tests pass them so."""
+    tensors = CASES_3["decode"].tensors()
+    positions = {"rotary_seqlens": tensors["cache_seqlens"]}
+    again = CASES_3["decode"].tensors()
+    assert torch.equal(flash_attn_3_with_kvcache(**tensors, **positions), flash_attn_3_with_kvcache(**again))
+
+
 def test_no_graph_is_kept() -> None:
     tensors = CASES["decode"].tensors()
     tensors["q"].requires_grad_()
@@ -293,6 +301,16 @@ def test_everything_in_fp8(name: str, scaled: bool) -> None:
     assert torch.equal(stored["k_cache"][0, first : first + n].float(), new.float())
 
 
+@pytest.mark.parametrize("name", ["rotary", "rotary_fewer"])
+def test_tables_in_fp8(name: str) -> None:
+    """flash-attn 3 wants them beside fp8 queries."""
+    first, second = CASES[name].tensors(), CASES[name].tensors()
+    codes = {n: first[n].to(FP8) for n in ("rotary_cos", "rotary_sin")}
+    out = flash_attn_3_with_kvcache(**{**first, **codes}, causal=True)
+    expected = flash_attn_3_with_kvcache(**{**second, **{n: x.float() for n, x in codes.items()}}, causal=True)
+    assert torch.equal(out, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 2.0}], ids=str)
 def test_varlen_over_pages(options: dict[str, Any]) -> None:
     case = Case([2, 1, 4], ragged=True, paged=True, options=options)
@@ -325,7 +343,6 @@ REFUSED: dict[str, tuple[int, str, dict[str, Any], str]] = {
     "k_descale": (3, "decode", {"k_descale": torch.ones(3, 2)}, "k_scale"),
     "sm_margin": (3, "decode", {"sm_margin": 1}, "sm_margin: got 1"),
     "metadata": (3, "decode", {"scheduler_metadata": torch.ones(1)}, "scheduler_metadata: got Tensor"),
-    "positions_alone": (3, "decode", {"rotary_seqlens": torch.ones(3)}, "rotary_seqlens: got positions without tables"),
     "max_seqlen_q": (3, "decode", {"max_seqlen_q": 3}, "max_seqlen_q: got 3"),
 }
 

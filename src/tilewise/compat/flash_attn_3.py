@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
         page_table: int32 [batch, max_pages], or a row for each row of the cache beside `cache_batch_idx`.
         cu_seqlens_q: [batch + 1], with `max_seqlen_q`.
         cu_seqlens_k_new: [batch + 1].
-        rotary_seqlens: [batch], the position of the first new token; None: `cache_seqlens`.
+        rotary_seqlens: [batch], the position of the first new token; None: `cache_seqlens`. Nothing without tables.
         q_descale, k_descale, v_descale: fp32 [batch, heads_k]: what fp8 values are multiplied by; None: 1.
         num_splits: parts that the keys are cut into; 0: the backend decides.
         qv, sm_margin, scheduler_metadata: refused; `get_scheduler_metadata` returns None for the latter.

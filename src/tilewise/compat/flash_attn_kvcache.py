@@ -138,14 +138,13 @@ def flash_attn_with_kvcache(
 
 
 def rotary(cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool, first: Any = None) -> Rope | None:
-    """The tables as one, or None without."""
+    """The tables as one, or None without them: positions alone rotate nothing."""
     if cos is None and sin is None:
-        if first is not None:
-            fail(ArgumentError, "rotary_seqlens", "positions without tables", "None", "pass rotary_cos and rotary_sin")
         return None
     if cos is None or sin is None:
         fail(ArgumentError, "rotary_cos, rotary_sin", "one of the two", "both, or neither", "pass both tables")
-    cos, sin = conventions.dense(cos, sin)
+    # Beside fp8 queries flash-attn 3 wants fp8 tables.
+    cos, sin = (x.float() if x.dtype == FP8 else x for x in conventions.dense(cos, sin))
     return Rope(cos, sin, interleaved, first)
 
 
