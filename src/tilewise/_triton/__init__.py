@@ -116,6 +116,8 @@ def cache_tile(problem: CacheProblem) -> TileConfig:
     return tiles.lookup(NAME, f"decode {size}", call.dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
 
 
-def attend_cache(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_cache(
+    problem: CacheProblem, inputs: CacheInputs, tile: TileConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
-    return _attend_cache(problem, inputs, cache_tile(problem))
+    return _attend_cache(problem, inputs, cache_tile(problem) if tile is None else tile)

@@ -25,7 +25,7 @@ from .timing import Call, interleave
 _STEPS = 2.0
 
 
-def _series(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Call:
+def series(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Call:
     """A function that makes all calls: a graph's replay on a GPU."""
     if device.type != "cuda":
         return lambda: [call() for call in calls]
@@ -54,7 +54,7 @@ def _admit(case: DecodeCase, entry: Entry, made: list[Any], data: list[Any], dev
         if not entry.error <= allowed:
             entry.status, entry.reason = results.WRONG, f"off by {entry.error:.2g} of a row, {allowed:.2g} is allowed"
             return None
-        return _series(made, device)
+        return series(made, device)
     except Exception as raised:  # whatever a contestant raises is its result, and the others go on
         first = (str(raised).strip() or "no message").splitlines()[0]
         entry.status, entry.reason = results.FAILS, f"{type(raised).__name__}: {first[:300]}"
@@ -72,9 +72,9 @@ def run_case(case: DecodeCase, peers: Sequence[Contestant], settings: Settings, 
             call = _admit(case, entry, [peer.make(case, x) for x in data], data, settings.device)
             if call is not None:
                 calls[peer.name] = call
-        series = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
+        timed = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
     work = Work(case.flops, case.cache_bytes)
-    for name, measured in series.items():
+    for name, measured in timed.items():
         measured.ms = [ms / case.calls for ms in measured.ms]
         results.measure(entries[name], measured, work, bench.ceilings)
     return results.record(case.name, case.to_json(), work, entries)

@@ -20,7 +20,7 @@ import tilewise
 
 from .. import dispatch, reference
 from ..cache_arguments import prepare
-from ..kvcache import FP8
+from ..kvcache import FP8, CacheInputs, CacheProblem
 from .cases import DTYPES
 
 # Keys and values of all calls of a case together, and how many calls there are at most.
@@ -146,7 +146,7 @@ class DecodeData(NamedTuple):
     scale: Tensor | None
 
 
-def make(case: DecodeCase, device: torch.device) -> list[DecodeData]:
+def make(case: DecodeCase, device: torch.device, calls: int | None = None) -> list[DecodeData]:
     """Random tensors, other ones for each call; pages are shuffled."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = DTYPES[case.dtype]
@@ -155,7 +155,7 @@ def make(case: DecodeCase, device: torch.device) -> list[DecodeData]:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).to(to)
 
     found = []
-    for _ in range(case.calls):
+    for _ in range(calls or case.calls):
         q = draw(case.batch, case.rows, case.heads, case.head_dim, to=dtype)
         size = case.page_size or case.seqlen
         pages = case.batch * (case.seqlen // size)
@@ -182,6 +182,11 @@ def options(case: DecodeCase, data: DecodeData) -> dict[str, Any]:
         "split_size": case.split_size,
         "causal": case.rows > 1,
     }
+
+
+def posed(case: DecodeCase, data: DecodeData) -> tuple[CacheProblem, CacheInputs]:
+    """The call as backends take it."""
+    return prepare(data.q, data.k, data.v, **options(case, data))
 
 
 def gathered(case: DecodeCase, data: DecodeData, b: int, h: int) -> tuple[Tensor, Tensor]:
@@ -221,13 +226,10 @@ class Contestant:
 
 
 def _ours(backend: str, case: DecodeCase, data: DecodeData) -> Callable[[], Tensor] | str:
-    arguments = options(case, data)
-    problem, _ = prepare(data.q, data.k, data.v, **arguments)
-    if why := dispatch.cache_reasons(backend, problem):
+    if why := dispatch.cache_reasons(backend, posed(case, data)[0]):
         return "; ".join(why)
-    return partial(
-        tilewise.attention_with_kvcache, data.q, data.k, data.v, backend=backend, **arguments
-    )  # fmt: skip
+    entry = tilewise.attention_with_kvcache
+    return partial(entry, data.q, data.k, data.v, backend=backend, **options(case, data))
 
 
 def _sdpa(backend: SDPBackend, case: DecodeCase, data: DecodeData) -> Callable[[], Tensor] | str:
