@@ -24,16 +24,14 @@ from .transformers_masks import TransformersMask, attention_mask, conjunction, r
 # transformers takes names with "flash", "sdpa", "flex_attention" or "/" in them for implementations of its own.
 NAME = "tilewise"
 
-# What models pass along to whatever may want it, and what does not concern attention.
-UNRELATED = frozenset(
-    {
-        "cache_position", "encoder_attention_mask", "encoder_hidden_states", "labels", "layer_idx", "logits_to_keep",
-        "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
-        "return_dict", "token_type_ids", "use_cache",
-        # Of sparse attention: the mask holds it, as it does for eager attention.
-        "indices",
-    }
-)  # fmt: skip
+# What models pass along to whatever may want it, and what does not concern attention. Add what yours passes.
+UNRELATED = {
+    "cache_position", "encoder_attention_mask", "encoder_hidden_states", "labels", "layer_idx", "logits_to_keep",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings",
+    "return_dict", "token_type_ids", "use_cache",
+    # Of sparse attention: the mask holds it, as it does for eager attention.
+    "indices",
+}  # fmt: skip
 _INSTEAD = {
     "output_attentions": "weights are never formed here: use attn_implementation='eager'",
     "head_mask": "use attn_implementation='eager'",
@@ -120,15 +118,20 @@ def attention(
         "deterministic": bool(deterministic),
         "sinks": None if s_aux is None else s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)),
     }
-    visible, bias = _visible(module, attention_mask, is_causal, sliding_window, q, k)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible, bias = _visible(attention_mask, causal, sliding_window, q, k)
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
     documents = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        offsets = _Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        offsets = _offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        if causal and q.shape[1] != k.shape[1]:
+            got = f"offsets for {q.shape[1]} queries and {k.shape[1]} keys"
+            fix = "packed documents go through the model in one pass, without a cache of earlier ones"
+            fail(UnsupportedError, "cu_seq_lens_q", got, "as many keys as queries in causal layers", fix)
         if visible.band is not None and bias is None:
             return offsets.attend(q, k, v, visible.band, options), None
-        documents = offsets.documents(q, k)
+        documents = offsets.documents(q)
     elif seq_idx is not None:
         documents = _documents(seq_idx, "seq_idx", q, k)
     elif position_ids is not None and not visible.settled and q.shape[1] == k.shape[1] > 1:
@@ -145,15 +148,14 @@ def _refuse(module: torch.nn.Module, others: dict[str, Any]) -> None:
         if value is None or value is False or name in UNRELATED:
             continue
         want = "the arguments of tilewise.integrations.transformers.attention"
-        fix = "if it does not concern attention, ask for it to join UNRELATED; else use attn_implementation='eager'"
+        fix = "if it does not concern attention, add its name to UNRELATED there; else use attn_implementation='eager'"
         got = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)[:60]
         fail(UnsupportedError, name, got, want, _INSTEAD.get(name, fix))
 
 
 def _visible(
-    module: torch.nn.Module,
     mask: TransformersMask | torch.Tensor | None,
-    is_causal: bool | None,
+    causal: bool,
     sliding_window: int | None,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,7 +163,6 @@ def _visible(
     """The mask, whatever it came as, and what of it is to be added to the scores."""
     grid = (q.shape[0], 1, q.shape[1], k.shape[1])
     if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         side = None if sliding_window is None else sliding_window - 1
         band = conjunction(
             Causal() if causal else None, None if side is None else Window(side, None if causal else side)
@@ -176,13 +177,8 @@ def _visible(
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (3, 4):
         got = f"shape {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
         want = "None, a mask made by transformers, or a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]"
-        fail(
-            ShapeError,
-            "attention_mask",
-            got,
-            want,
-            "give padding masks [batch, seqlen] to the model, not to its layers",
-        )
+        fix = "give padding masks [batch, seqlen] to the model, not to its layers"
+        fail(ShapeError, "attention_mask", got, want, fix)
     if mask.dtype == torch.bool:
         return TransformersMask(Dense(mask), None, True, grid), None
     if not mask.dtype.is_floating_point:
@@ -194,8 +190,8 @@ def _visible(
 class _Offsets(NamedTuple):
     """Documents that share one row, by their cumulative lengths."""
 
-    q: torch.Tensor | None
-    k: torch.Tensor | None
+    q: torch.Tensor
+    k: torch.Tensor
     longest_q: int | None
     longest_k: int | None
 
@@ -203,34 +199,31 @@ class _Offsets(NamedTuple):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Mask, options: dict[str, Any]
     ) -> torch.Tensor:
         """Attention of each document to itself."""
-        cu_q, cu_k = self._both(q, k)
         rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
         longest_q = rows.shape[0] if self.longest_q is None else int(self.longest_q)
         longest_k = keys.shape[0] if self.longest_k is None else int(self.longest_k)
         out = api.attention_varlen(
-            rows, keys, values, cu_q, cu_k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, mask=band, **options
+            rows, keys, values, self.q, self.k, max_seqlen_q=longest_q, max_seqlen_k=longest_k, mask=band, **options
         )
         return out.unflatten(0, q.shape[:2])
 
-    def documents(self, q: torch.Tensor, k: torch.Tensor) -> Mask:
+    def documents(self, q: torch.Tensor) -> Mask:
         """The same as a mask, for calls that packed ones do not serve."""
-        cu_q, cu_k = self._both(q, k)
-        if q.shape[0] != 1 or q.shape[1] != k.shape[1] or cu_q is not cu_k:
-            got = f"offsets beside a mask or a position bias, for {q.shape[1]} queries, {k.shape[1]} keys"
-            want = "one row, the same offsets for queries and keys"
-            fail(UnsupportedError, "cu_seq_lens_q", got, want, "leave out attention_mask, or pack into one row")
-        starts = torch.zeros(1, q.shape[1] + 1, dtype=torch.bool, device=q.device)
-        return _runs(starts.index_fill(1, cu_q.long(), True)[:, :-1])
+        if q.shape[0] != 1:
+            got = f"offsets beside a mask or a position bias, for {q.shape[0]} rows"
+            fail(UnsupportedError, "cu_seq_lens_q", got, "one row", "leave out attention_mask, or pack into one row")
+        ends, offsets = self.q[1:].to(q.device).contiguous(), self.k.to(q.device)
+        document = torch.searchsorted(ends, torch.arange(q.shape[1], device=q.device), right=True)
+        # What comes after the last document sees nothing.
+        offsets = torch.cat([offsets, offsets[-1:]])
+        return Interval(offsets[document].int(), offsets[document + 1].int())
 
-    def _both(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.q is None or self.k is None:
-            missing = "cu_seq_lens_q" if self.q is None else "cu_seq_lens_k"
-            fail(ArgumentError, missing, None, "offsets of queries and keys", "pass both; they may be one tensor")
-        if self.q is self.k and q.shape[:2] != k.shape[:2]:
-            got = f"one tensor of offsets for {q.shape[1]} queries and {k.shape[1]} keys"
-            fix = "packed documents go through the model in one pass, without a cache of earlier ones"
-            fail(ArgumentError, "cu_seq_lens_q", got, "as many keys as queries", fix)
-        return self.q, self.k
+
+def _offsets(q: torch.Tensor | None, k: torch.Tensor | None, longest_q: int | None, longest_k: int | None) -> _Offsets:
+    if q is None or k is None:
+        missing = "cu_seq_lens_q" if q is None else "cu_seq_lens_k"
+        fail(ArgumentError, missing, None, "offsets of queries and keys", "pass both; they may be one tensor")
+    return _Offsets(q, k, longest_q, longest_k)
 
 
 # What was read of position_ids, which all layers of a model share.
