@@ -205,6 +205,13 @@ def test_short_contexts_are_not_split() -> None:
     assert long.merges[0, 2] == 1 and long.merges[1, 2] > 60
 
 
+@pytest.mark.parametrize("static", [Static(), Static(num_splits=4)], ids=str)
+def test_no_rows(static: Static) -> None:
+    plan = Plan(2, 1, 0, 16, 64, 4, 64, 4096, static, 5, 0)
+    work = work_list(plan, lengths([0, 0], [10, 0]), None, None)
+    assert not bool((work.pieces[:, SEQUENCE] >= 0).any()) and not bool(work.starts.any()) and not len(work.merges)
+
+
 @pytest.mark.parametrize("static", [Static(), Static(num_splits=4), Static(split_size=256)], ids=str)
 def test_nothing_depends_on_values(static: Static) -> None:
     """Shapes and memory are those of the sizes, so one captured launch serves all lengths, from none to capacity."""

@@ -158,6 +158,10 @@ def work_list(plan: Plan, at: Lengths, left: int | None, right: int | None) -> W
         at: lengths [batch].
         left, right: the band, of `kvcache.band`.
     """
+    if not plan.items:
+        pieces = torch.full((plan.max_pieces, 6), -1, dtype=torch.int32, device=at.q.device)
+        programs = plan.programs if plan.balanced else 0
+        return WorkList(pieces, pieces.new_zeros(programs + 1), pieces.new_zeros(0, 3))
     items = items_of(plan, at, left, right)
     return _balanced(plan, items) if plan.balanced else _fixed(plan, items)
 
