@@ -79,13 +79,13 @@ def test_another_error_fails(checkout: Path) -> None:
     assert status == 1 and "1 failed" in said
 
 
-@pytest.mark.parametrize("line, status", [("dq_ref).abs().max().item() <= rtol * (dq_pt", 0), ("out_ref", 1)])
-def test_only_the_line_that_is_meant_may_fail(checkout: Path, line: str, status: int) -> None:
-    body = (
-        TESTS.partition("@pytest")[0]
-        + '@pytest.mark.parametrize("seqlen_k", [1])\ndef test_flash_attn_output(seqlen_k):\n'
+@pytest.mark.parametrize("gradient, status", [(0.0, 0), (1.0, 1)])
+def test_a_tolerance_of_zero_excuses_only_zero_gradients(checkout: Path, gradient: float, status: int) -> None:
+    (checkout / "hopper" / "test_flash_attn.py").write_text(
+        "import torch\n\n\ndef test_flash_attn_output():\n"
+        f"    dq_ref = dk_ref = dq_pt = dk_pt = torch.full((3,), {gradient})\n"
+        "    assert (dq_ref + 1e-6 - dq_ref).abs().max() <= 0\n"
     )
-    (checkout / "hopper" / "test_flash_attn.py").write_text(f"{body}    assert not ({line!r})\n")
     assert run(checkout)[0] == status
 
 
