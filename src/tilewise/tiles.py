@@ -65,15 +65,39 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "decode 16", "hopper", "16bit", 64): TileConfig(16, 128, 4, 3, programs=2),
     ("triton", "decode 16", "hopper", "16bit", 128): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "hopper", "16bit", 256): TileConfig(16, 32, 4, 3, programs=2),
-    ("triton", "decode 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=1),
+    ("triton", "decode 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=2),
+    ("triton", "decode 16", "hopper", "8bit", 64): TileConfig(16, 128, 4, 4, programs=2),
+    ("triton", "decode 16", "hopper", "8bit", 128): TileConfig(16, 128, 4, 3, programs=2),
+    ("triton", "decode 16", "hopper", "8bit", 256): TileConfig(16, 64, 4, 3, programs=2),
+    ("triton", "decode 16", "hopper", "8bit", 576): TileConfig(16, 32, 4, 3, programs=1),
+    ("triton", "decode 64", "hopper", "8bit", 64): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 64", "hopper", "8bit", 128): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 64", "hopper", "8bit", 256): TileConfig(64, 32, 4, 2, programs=1),
+    ("triton", "decode 64", "hopper", "8bit", 576): TileConfig(16, 32, 4, 2, programs=1),
+    ("triton", "decode 128", "hopper", "8bit", 64): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 128", "hopper", "8bit", 128): TileConfig(64, 64, 4, 3, programs=2),
+    ("triton", "decode 128", "hopper", "8bit", 256): TileConfig(64, 32, 4, 2, programs=1),
+    ("triton", "decode 128", "hopper", "8bit", 576): TileConfig(16, 32, 4, 2, programs=1),
+    ("triton", "decode 16", "large", "8bit", 128): TileConfig(16, 32, 4, 2, programs=2),
+    ("triton", "decode 16", "large", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "decode 64", "large", "8bit", 128): TileConfig(32, 32, 4, 2, programs=2),
+    ("triton", "decode 64", "large", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "decode 128", "large", "8bit", 128): TileConfig(32, 32, 4, 2, programs=2),
+    ("triton", "decode 128", "large", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "decode 16", "small", "8bit", 128): TileConfig(16, 32, 4, 2, programs=2),
+    ("triton", "decode 16", "small", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "decode 64", "small", "8bit", 128): TileConfig(32, 32, 4, 2, programs=2),
+    ("triton", "decode 64", "small", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "decode 128", "small", "8bit", 128): TileConfig(32, 32, 4, 2, programs=2),
+    ("triton", "decode 128", "small", "8bit", 576): TileConfig(16, 16, 4, 1, programs=1),
     ("triton", "decode 64", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
     ("triton", "decode 64", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
     ("triton", "decode 64", "hopper", "16bit", 256): TileConfig(64, 32, 4, 2, programs=1),
-    ("triton", "decode 64", "hopper", "16bit", 576): TileConfig(64, 32, 8, 2, programs=1),
+    ("triton", "decode 64", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
     ("triton", "decode 128", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
     ("triton", "decode 128", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
     ("triton", "decode 128", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2, programs=1),
-    ("triton", "decode 128", "hopper", "16bit", 576): TileConfig(64, 32, 8, 2, programs=1),
+    ("triton", "decode 128", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
     ("triton", "decode 16", "large", "16bit", 64): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "large", "16bit", 128): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "large", "16bit", 256): TileConfig(16, 32, 4, 2, programs=1),
@@ -208,9 +232,12 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
 # fmt: on
 
 
+_CLASSES = {1: "8bit", 2: "16bit"}
+
+
 def lookup(backend: str, pass_: str, dtype: torch.dtype, head_dim: int, architecture: str = ANY) -> TileConfig:
     """The row for this dtype class and the smallest bucket that holds `head_dim`."""
-    classes = (ANY, "16bit" if dtype.itemsize == 2 else "32bit")
+    classes = (ANY, _CLASSES.get(dtype.itemsize, "32bit"))
     rows = [
         (bucket, config)
         for (b, p, arch, dtype_class, bucket), config in TABLE.items()

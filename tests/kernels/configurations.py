@@ -39,7 +39,7 @@ class Row(NamedTuple):
 def rows() -> Iterator[Row]:
     """All rows for GPUs that Triton has kernels of its own for."""
     for backend, pass_, architecture, dtype, head_dim in tiles.TABLE:
-        if backend == "triton" and architecture in CLASSES.values():
+        if backend == "triton" and architecture in CLASSES.values() and pass_ in KERNELS:
             (arch,) = (arch for arch, name in CLASSES.items() if name == architecture)
             yield Row(arch, pass_, dtype, head_dim)
 

@@ -113,7 +113,9 @@ def cache_tile(problem: CacheProblem) -> TileConfig:
     call = problem.attention
     rows = call.seqlen_q * call.group_size
     size = next((few for few in _FEW if rows <= few), 128)
-    return tiles.lookup(NAME, f"decode {size}", call.dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
+    # What is loaded decides, unless it becomes twice as large as other caches are.
+    dtype = call.dtype if call.dtype == torch.float32 else problem.cache_dtype
+    return tiles.lookup(NAME, f"decode {size}", dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
 
 
 def attend_cache(

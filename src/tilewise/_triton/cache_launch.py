@@ -29,6 +29,9 @@ from .rotary import Rope
 _WIDE = 64
 # Tokens times dims that a program appends, a head at a time.
 _APPENDED = 2048
+_INTEGERS = (
+    "cache_seqlens", "cache_leftpad", "cache_batch_idx", "page_table", "cu_seqlens_q", "rotary_positions",
+)  # fmt: skip
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -222,8 +225,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def _dense(inputs: CacheInputs) -> CacheInputs:
+    """The inputs with lengths and tables whose elements are neighbours in memory."""
+    given = {name: getattr(inputs, name) for name in _INTEGERS}
+    spaced = {name: x for name, x in given.items() if x is not None and x.shape[-1] > 1 and x.stride(-1) != 1}
+    return inputs._replace(**{name: x.contiguous() for name, x in spaced.items()})
+
+
 def attend_cache(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
+    inputs = _dense(inputs)
     attention, q, tape = problem.attention, inputs.q, Tape()
     programs = tile.programs * multiprocessors(q.device)
     plan = Plan.of(problem, tile.block_m, tile.block_n, programs, max(1, tiles.WHOLE_KEYS // tile.block_n))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..kernels import score
-from ..kernels.score import LN2, LOG2E, Sequence
+from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
 from . import cache, decode_plan, device, rotary
 from .cache import Limits
 from .decode_plan import Work
@@ -152,6 +152,19 @@ def products(tiles, k_main, k_rest, shape):
 
 
 @triton.jit
+def values_of(v_tile, shape):
+    """Values in the type of their product."""
+    if v_tile.dtype == tl.float8e4nv and tl.float16 == shape.V_TYPE and not INTERPRETED:
+        # The compiler would rather read single bytes in the product's layout and convert them there. Code that it does
+        # not know, it leaves where it is: four values at a time, read as one word.
+        v_tile = tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
+            "=r,=r,r", [v_tile], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return v_tile.to(shape.V_TYPE)
+
+
+@triton.jit
 def columns(p, shape):
     """What is summed of weights, tile by tile: [M, LANES]."""
     if shape.LANES == 1:
@@ -244,7 +257,7 @@ def _attend(
         if shape.V_SCALES == PER_PAGE:
             v_page = tl.load(scales.v + here * scales.v_row + h * scales.v_head)
             v_tile = v_tile.to(tl.float32) * (v_page if shape.WHOLE_PAGE else v_page[:, None])
-        v_tile = v_tile.to(shape.V_TYPE)
+        v_tile = values_of(v_tile, shape)
         if MASKED:
             # What is not finite in v reaches the rows that see it, and no others.
             strange_tile = device.any_strange(v_tile)
