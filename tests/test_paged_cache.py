@@ -168,9 +168,19 @@ def test_refused_calls() -> None:
         (lambda: cache.append([7], 1), "sequence: got 7"),
         (lambda: cache.truncate(a, 1), "length: got 1; supported: a Python int, 0 to 0"),
         (lambda: cache.owners(4), "page: got 4"),
+        (lambda: cache.append([a], 9, width=2), "width: got 2; supported: a Python int, 3 to"),
     ):
         with pytest.raises(errors.ArgumentError, match=message):
             call()
+
+
+def test_tables_of_a_fixed_width() -> None:
+    cache = tilewise.PagedKVCache(4, 4, 1, 1)
+    a, b = cache.allocate(), cache.allocate()
+    assert cache.append([a, b], [5, 0], width=3)["page_table"].tolist() == [[0, 1, -1], [-1, -1, -1]]
+    assert cache.lookup([b], width=2)["page_table"].tolist() == [[-1, -1]]
+    with pytest.raises(errors.ArgumentError, match="width: got 1"):
+        cache.lookup([a], width=1)
 
 
 def test_a_latent_cache_holds_values_in_its_keys() -> None:

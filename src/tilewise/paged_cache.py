@@ -141,19 +141,23 @@ class PagedKVCache:
         self._release(entry.pages[keep:])
         entry.pages, entry.length = entry.pages[:keep], length
 
-    def append(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> dict[str, torch.Tensor]:
+    def append(
+        self, sequences: Sequence[int], tokens: int | Sequence[int], *, width: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """Room for new tokens at the end of sequences, and the arguments for the calls that fill it.
 
         Args:
             sequences: distinct sequences, in the order of the batch.
             tokens: how many for each, or for all.
+            width: columns of the page table, as a CUDA graph or a compiled model wants them always the same; None: as
+                many as the longest sequence has pages.
 
         Returns:
             `cache_seqlens` (tokens before) and `page_table`, for `attention_with_kvcache(..., k_new, v_new)`, which has
             to write all of the new tokens, in each layer.
 
         Raises:
-            tilewise.errors.OutOfPagesError: too few free pages; nothing has changed.
+            tilewise.errors.OutOfPagesError: too few free pages; nothing has changed, as after any other refusal.
         """
         each = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
         entries = [self._get(sequence) for sequence in sequences]
@@ -163,20 +167,21 @@ class PagedKVCache:
             fail(ArgumentError, "tokens", f"{len(each)} counts", f"one, or {len(entries)}", "give one per sequence")
         for n in each:
             _whole("tokens", n, 0, 2**31 - 1)
-        self._check_room(entries, each)
+        self._check_room(entries, each, width)
         before = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
         copies = [pair for entry, n in zip(entries, each, strict=True) if (pair := self._own_last_page(entry, n))]
         for entry, n in zip(entries, each, strict=True):
             entry.length += n
             entry.pages += [self._take() for _ in range(-(-entry.length // self.page_size) - len(entry.pages))]
         self._copy(copies)
-        return {"cache_seqlens": before.to(self.k.device), "page_table": self._table(entries)}
+        return {"cache_seqlens": before.to(self.k.device), "page_table": self._table(entries, width)}
 
-    def lookup(self, sequences: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The arguments for calls that append nothing: `cache_seqlens` and `page_table`."""
+    def lookup(self, sequences: Sequence[int], *, width: int | None = None) -> dict[str, torch.Tensor]:
+        """The arguments for calls that append nothing, `cache_seqlens` and `page_table`; `width` as in `append`."""
         entries = [self._get(sequence) for sequence in sequences]
+        self._check_room(entries, [0] * len(entries), width)
         lengths = torch.tensor([entry.length for entry in entries], dtype=torch.int32)
-        return {"cache_seqlens": lengths.to(self.k.device), "page_table": self._table(entries)}
+        return {"cache_seqlens": lengths.to(self.k.device), "page_table": self._table(entries, width)}
 
     def _get(self, sequence: int) -> _Sequence:
         entry = self._sequences.get(sequence)
@@ -189,10 +194,15 @@ class PagedKVCache:
         """Whether the next token goes to a page that other sequences have too."""
         return tokens > 0 and entry.length % self.page_size > 0 and self._owners[entry.pages[-1]] > 1
 
-    def _check_room(self, entries: list[_Sequence], each: list[int]) -> None:
+    def _check_room(self, entries: list[_Sequence], each: list[int], width: int | None) -> None:
+        most = max(
+            (-(-(entry.length + n) // self.page_size) for entry, n in zip(entries, each, strict=True)), default=0
+        )
+        if width is not None:
+            _whole("width", width, max(after, default=0), 2**31 - 1)
         needed, sharing = 0, dict.fromkeys((entry.pages[-1] for entry in entries if entry.pages), 0)
-        for entry, n in zip(entries, each, strict=True):
-            needed += -(-(entry.length + n) // self.page_size) - len(entry.pages)
+        for entry, n, pages in zip(entries, each, after, strict=True):
+            needed += pages - len(entry.pages)
             if self._shares_its_end(entry, n):
                 # The last of all owners to write has the page to itself by then.
                 sharing[entry.pages[-1]] += 1
@@ -228,9 +238,10 @@ class PagedKVCache:
             if not self._owners[page]:
                 self._free.append(page)
 
-    def _table(self, entries: list[_Sequence]) -> torch.Tensor:
-        """Pages of sequences as int32 [batch, most pages of one], -1 where there is none."""
-        width = max((len(entry.pages) for entry in entries), default=0)
+    def _table(self, entries: list[_Sequence], width: int | None) -> torch.Tensor:
+        """Pages of sequences as int32 [batch, width], -1 where there is none."""
+        if width is None:
+            width = max((len(entry.pages) for entry in entries), default=0)
         rows = [entry.pages + [-1] * (width - len(entry.pages)) for entry in entries]
         return torch.tensor(rows, dtype=torch.int32).view(len(entries), width).to(self.k.device)
 
