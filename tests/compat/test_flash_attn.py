@@ -325,3 +325,22 @@ def test_refusals(name: str) -> None:
 def test_refused_shapes_and_lengths(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(errors.ArgumentError, match=message):
         call()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"])
+def test_compiled_is_eager(name: str) -> None:
+    """In one graph, with the gradients."""
+    torch._dynamo.reset()
+    fn = getattr(flash_attn, name)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    lengths = (CU_Q, CU_K, 6, 5) if "varlen" in name else ()
+    tensors = packed() if lengths else qkv()
+    leaves = [torch.stack([tensors[0]] * 3, dim=2)] if "qkvpacked" in name else tensors
+    leaves = [x.requires_grad_() for x in leaves]
+    options = {"causal": True, "window_size": (4, 0), "softcap": 2.0}
+    eager, got = (f(*leaves, *lengths, **options) for f in (fn, compiled))
+    assert torch.equal(eager, got)
+    for x, y in zip(grads(eager, *leaves), grads(got, *leaves), strict=True):
+        assert torch.allclose(x, y, atol=1e-6)

@@ -148,11 +148,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("kind", ["dense", "varlen"])
+# (flash-attn 3 has no qv for a packed tensor.)
+_REFUSING = [(x, kind) for kind in ("dense", "varlen", "packed") for x in REFUSED if (x, kind) != ("qv", "packed")]
+
+
+@pytest.mark.parametrize("name, kind", _REFUSING)
 def test_refusals(name: str, kind: str) -> None:
     options, message = REFUSED[name]
-    fn, given = (flash_attn_func, qkv()) if kind == "dense" else (flash_attn_varlen_func, (*packed(), CU_Q, CU_K, 6, 5))
+    fn, given = {
+        "dense": (flash_attn_func, tuple(qkv())),
+        "varlen": (flash_attn_varlen_func, (*packed(), CU_Q, CU_K, 6, 5)),
+        "packed": (flash_attn_3.flash_attn_qkvpacked_func, (torch.ones(2, 6, 3, 4, 16),)),
+    }[kind]
     with pytest.raises(errors.UnsupportedError, match=message):
         fn(*given, **options)
 
