@@ -195,9 +195,7 @@ class PagedKVCache:
         return tokens > 0 and entry.length % self.page_size > 0 and self._owners[entry.pages[-1]] > 1
 
     def _check_room(self, entries: list[_Sequence], each: list[int], width: int | None) -> None:
-        most = max(
-            (-(-(entry.length + n) // self.page_size) for entry, n in zip(entries, each, strict=True)), default=0
-        )
+        after = [-(-(entry.length + n) // self.page_size) for entry, n in zip(entries, each, strict=True)]
         if width is not None:
             _whole("width", width, max(after, default=0), 2**31 - 1)
         needed, sharing = 0, dict.fromkeys((entry.pages[-1] for entry in entries if entry.pages), 0)
