@@ -65,7 +65,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "decode 16", "hopper", "16bit", 64): TileConfig(16, 128, 4, 3, programs=2),
     ("triton", "decode 16", "hopper", "16bit", 128): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "hopper", "16bit", 256): TileConfig(16, 32, 4, 3, programs=2),
-    ("triton", "decode 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=2),
+    ("triton", "decode 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=1),
     ("triton", "decode 16", "hopper", "8bit", 64): TileConfig(16, 128, 4, 4, programs=2),
     ("triton", "decode 16", "hopper", "8bit", 128): TileConfig(16, 128, 4, 3, programs=2),
     ("triton", "decode 16", "hopper", "8bit", 256): TileConfig(16, 64, 4, 3, programs=2),
@@ -93,11 +93,11 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "decode 64", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
     ("triton", "decode 64", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
     ("triton", "decode 64", "hopper", "16bit", 256): TileConfig(64, 32, 4, 2, programs=1),
-    ("triton", "decode 64", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
+    ("triton", "decode 64", "hopper", "16bit", 576): TileConfig(64, 32, 8, 1, programs=1),
     ("triton", "decode 128", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, programs=3),
     ("triton", "decode 128", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
     ("triton", "decode 128", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2, programs=1),
-    ("triton", "decode 128", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
+    ("triton", "decode 128", "hopper", "16bit", 576): TileConfig(64, 32, 8, 1, programs=1),
     ("triton", "decode 16", "large", "16bit", 64): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "large", "16bit", 128): TileConfig(16, 64, 4, 3, programs=2),
     ("triton", "decode 16", "large", "16bit", 256): TileConfig(16, 32, 4, 2, programs=1),
@@ -140,6 +140,9 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "decode 64", "small", "32bit", 576): TileConfig(16, 16, 4, 1, programs=1),
     ("triton", "decode 128", "small", "32bit", 128): TileConfig(32, 32, 4, 1, programs=2),
     ("triton", "decode 128", "small", "32bit", 576): TileConfig(16, 16, 4, 1, programs=1),
+    ("triton", "latent 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=2),
+    ("triton", "latent 64", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
+    ("triton", "latent 128", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
     ("triton", "delta", ANY, ANY, 512): TileConfig(32, 0, 4, 1),
     ("triton", "forward", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 160),  # 421/406, 366
     ("triton", "forward", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3),  # 469/490, 409
@@ -235,12 +238,19 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
 _CLASSES = {1: "8bit", 2: "16bit"}
 
 
-def lookup(backend: str, pass_: str, dtype: torch.dtype, head_dim: int, architecture: str = ANY) -> TileConfig:
-    """The row for this dtype class and the smallest bucket that holds `head_dim`."""
+def find(backend: str, pass_: str, dtype: torch.dtype, head_dim: int, architecture: str = ANY) -> TileConfig | None:
+    """The row for this dtype class and the smallest bucket that holds `head_dim`; None: there is none."""
     classes = (ANY, _CLASSES.get(dtype.itemsize, "32bit"))
     rows = [
         (bucket, config)
         for (b, p, arch, dtype_class, bucket), config in TABLE.items()
         if (b, p) == (backend, pass_) and arch in (ANY, architecture) and dtype_class in classes and head_dim <= bucket
     ]
-    return min(rows, key=lambda row: row[0])[1]
+    return min(rows, key=lambda row: row[0])[1] if rows else None
+
+
+def lookup(backend: str, pass_: str, dtype: torch.dtype, head_dim: int, architecture: str = ANY) -> TileConfig:
+    """`find`, where there must be a row."""
+    found = find(backend, pass_, dtype, head_dim, architecture)
+    assert found is not None, (backend, pass_, dtype, head_dim, architecture)
+    return found

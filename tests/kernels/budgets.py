@@ -30,6 +30,9 @@ def of(records: tuple[T, T]) -> T:
 # Bytes spilled by the kernels in plain Triton, by dtype class.
 TRITON: dict[str, tuple[int, int]] = {"16bit": (640, 1350), "32bit": (800, 1800)}
 
+# Bytes spilled by the kernels for caches, by dtype class of the cache.
+CACHES: dict[str, tuple[int, int]] = {"8bit": (600, 1300), "16bit": (640, 1350), "32bit": (1000, 2000)}
+
 # Hopper's, by head dim: of calls without a mask, and of causal ones and windows.
 PLAIN: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(335), Budget(330)),

@@ -16,6 +16,7 @@ from ..kvcache import CacheInputs, CacheProblem
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from .cache_launch import attend_cache as _attend_cache
+from .cache_launch import shared
 from .forward import forward as _forward
 from .gradients import backward as _backward
 
@@ -108,18 +109,25 @@ def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
     return reasons
 
 
-def cache_tile(problem: CacheProblem) -> TileConfig:
-    """Tile of a call with a cache, by the packed rows of its longest sequence."""
+def cache_tile(problem: CacheProblem, shared: bool = False) -> TileConfig:
+    """Tile of a call with a cache, by the packed rows of its longest sequence.
+
+    Args:
+        problem: the call.
+        shared: whether its values are the first dims of its keys, which leaves room for larger tiles.
+    """
     call = problem.attention
     rows = call.seqlen_q * call.group_size
     size = next((few for few in _FEW if rows <= few), 128)
     # What is loaded decides, unless it becomes twice as large as other caches are.
     dtype = call.dtype if call.dtype == torch.float32 else problem.cache_dtype
-    return tiles.lookup(NAME, f"decode {size}", dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
+    key = (dtype, max(call.head_dim, call.head_dim_v), _architecture(call))
+    found = tiles.find(NAME, f"latent {size}", *key) if shared else None
+    return found or tiles.lookup(NAME, f"decode {size}", *key)
 
 
 def attend_cache(
     problem: CacheProblem, inputs: CacheInputs, tile: TileConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
-    return _attend_cache(problem, inputs, cache_tile(problem) if tile is None else tile)
+    return _attend_cache(problem, inputs, tile or cache_tile(problem, shared(inputs)))

@@ -130,7 +130,7 @@ def _rows(x: torch.Tensor, packed: bool = False) -> Rows:
     return Rows(x, 0, x.stride(0), x.stride(1)) if packed else Rows(x, *x.stride()[:3])
 
 
-def _shared(inputs: CacheInputs) -> bool:
+def shared(inputs: CacheInputs) -> bool:
     """Whether the values are the first dims of the keys, so that they need no loads of their own."""
     k, v = inputs.k_cache, inputs.v_cache
     dim = v.shape[3]
@@ -152,8 +152,8 @@ def _blocks(head_dim: int, shared_dim: int) -> tuple[int, int]:
 def shape(call: Launch) -> Shape:
     """Compile-time sizes."""
     problem, attention, tile = call.problem, call.problem.attention, call.tile
-    shared = _shared(call.inputs)
-    blocks = _blocks(attention.head_dim, attention.head_dim_v if shared else 0)
+    one = shared(call.inputs)
+    blocks = _blocks(attention.head_dim, attention.head_dim_v if one else 0)
     page = problem.page_size or 0
     whole = page > 0 and page % tile.block_n == 0 and not problem.has_leftpad
     kinds = call.scale_kinds
@@ -164,7 +164,7 @@ def shape(call: Launch) -> Shape:
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
         attention.packed, attention.head_dim, attention.head_dim_v, *blocks, launch.block(attention.head_dim_v),
-        tile.block_m, tile.block_n, page, whole, shared, _alike(call.inputs),
+        tile.block_m, tile.block_n, page, whole, one, _alike(call.inputs),
     )  # fmt: skip
     scaled = product != own or kinds[0] is decode.PER_ITEM
     lanes = tile.block_n if tile.block_m < _WIDE else 1

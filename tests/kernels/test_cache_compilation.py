@@ -1,0 +1,155 @@
+"""The kernels of calls with a key/value cache, compiled offline: every tile fits, loads are wide and asynchronous.
+
+The default run takes some tiles, and one call with each option; ``TILEWISE_ALL_TILES=1`` takes
+all tiles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import budgets
+import pytest
+import torch
+from loops import instructions
+from offline import CLASSES, SHARED, Compiled, catching
+
+import tilewise
+from tilewise import _triton, masks, tiles
+from tilewise.cache_arguments import prepare
+from tilewise.kvcache import FP8
+from tilewise.tiles import TileConfig
+
+ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
+Options = dict[str, Any]
+DTYPES = {"8bit": FP8, "16bit": torch.bfloat16, "32bit": torch.float32}
+# Query rows with which a group of 4 heads fills a tile.
+ROWS = {"16": 1, "64": 9, "128": 40}
+
+
+class Row(NamedTuple):
+    """One row of the table, for one compute capability."""
+
+    arch: int
+    pass_: str
+    dtype: str
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"sm{self.arch}-{self.pass_.replace(' ', '')}-{self.dtype}-{self.head_dim}"
+
+
+def rows() -> Iterator[Row]:
+    """All rows for GPUs that Triton has kernels of its own for, the latent ones last."""
+    for backend, pass_, architecture, dtype, head_dim in tiles.TABLE:
+        kind = pass_.split(" ")[0]
+        if backend == "triton" and kind in ("decode", "latent") and architecture in CLASSES.values():
+            (arch,) = (arch for arch, name in CLASSES.items() if name == architecture)
+            if not (dtype == "8bit" and arch == 80):  # it has no instructions for them
+                yield Row(arch, pass_, dtype, head_dim)
+
+
+SAMPLE = {"sm90-decode16-16bit-128", "sm90-decode16-8bit-128", "sm90-decode64-16bit-128", "sm89-decode16-16bit-128"}
+
+
+def compiled(
+    arch: int,
+    monkeypatch: pytest.MonkeyPatch,
+    inputs: list[torch.Tensor],
+    tile: TileConfig | None = None,
+    **options: Any,
+) -> list[Compiled]:
+    """The kernels of a call."""
+    monkeypatch.setattr(_triton, "_architecture", lambda problem: CLASSES[arch])
+    options.setdefault("cache_seqlens", torch.zeros(inputs[0].shape[0], dtype=torch.int32))
+    problem, given = prepare(*inputs, **options)
+    with catching(arch) as caught:
+        _triton.attend_cache(problem, given, tile)
+    return caught
+
+
+def call(seqlen_q: int, head_dim: int, cache: torch.dtype, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """q and both caches of two sequences, 8 over 2 heads; above head dim 256 values have 512 dims at most."""
+    q = torch.empty(2, seqlen_q, 8, head_dim, dtype=dtype)
+    return [q, *(torch.empty(2, 256, 2, dim, dtype=cache) for dim in (head_dim, min(head_dim, 512)))]
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if ALL or str(row) in SAMPLE], ids=str)
+def test_tile(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, size = row.pass_.split(" ")
+    cache = DTYPES[row.dtype]
+    q, k, v = call(ROWS[size], row.head_dim, cache, torch.float32 if row.dtype == "32bit" else torch.bfloat16)
+    if kind == "latent":
+        v = k[..., :512]
+    kernel = compiled(row.arch, monkeypatch, [q, k, v], causal=True)[0]
+    assert kernel.kernel == "decode_kernel"
+    tile = tiles.lookup("triton", row.pass_, cache, row.head_dim, CLASSES[row.arch])
+    room = SHARED[row.arch] if tile.programs == 1 else (SHARED[row.arch] + 1024) // tile.programs - 1024
+    assert kernel.shared <= room, f"{tile.programs} programs do not share a multiprocessor's memory"
+    assert kernel.spilled <= budgets.of(budgets.CACHES[row.dtype])
+
+
+# What compiles differently from what the interpreter runs: compile-time values inside records.
+def _curve(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
+    return s + table[h, (q - k) % 7]
+
+
+def _rotary(**options: Any) -> tilewise.Rotary:
+    return tilewise.Rotary(torch.empty(300, 32), torch.empty(300, 32), **options)
+
+
+def _new() -> Options:
+    return {name: torch.empty(2, 3, 2, 64, dtype=torch.bfloat16) for name in ("k_new", "v_new")}
+
+
+def _int(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+OPTIONS: dict[str, Options] = {
+    "modified": {"softcap": 3.0, "alibi_slopes": torch.empty(8), "sinks": torch.empty(8), "window": (9, 3)},
+    "score_mod": {"score_mod": tilewise.ScoreMod(_curve, None, (torch.empty(8, 7),))},
+    "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(lambda b, h, q, k: k % 2 == h)},
+    "tree": {"mask": torch.ones(1, 3, 3, dtype=torch.bool), "cache_batch_idx": _int(1, 0)},
+    "rotated": {"rotary": _rotary(interleaved=True), "cache_leftpad": _int(0, 0), **_new()},
+    "positions": {"rotary": _rotary(positions=torch.zeros(2, dtype=torch.int64)), "causal": True},
+    "assumed": {"softmax_max": 4.0, "split_size": 128},
+    "parts": {"num_splits": 3, "out_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64], ids=["rows", "pages_of_16", "pages_of_64"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_compiles(name: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = dict(OPTIONS[name])
+    inputs = call(3, 64, torch.bfloat16)
+    if page_size is not None:
+        options.pop("cache_batch_idx", None)
+        inputs = [inputs[0], *(x.view(-1, page_size, 2, 64) for x in inputs[1:])]
+        options["page_table"] = torch.zeros(2, 256 // page_size, dtype=torch.int32)
+    kernels = [kernel.kernel for kernel in compiled(90, monkeypatch, inputs, **options)]
+    assert kernels == [*(["append_kernel"] if "k_new" in options else []), "decode_kernel", "combine_kernel"]
+
+
+@pytest.mark.parametrize("scales", [(2,), (2, 2), (16, 2)], ids=["head", "sequence", "page"])
+def test_fp8_compiles(scales: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = call(3, 64, FP8)
+    pages = [x.view(-1, 32, 2, 64) for x in (k, v)]
+    options = {"page_table": torch.zeros(2, 8, dtype=torch.int32), "k_scale": torch.ones(scales), **_new()}
+    kernels = compiled(90, monkeypatch, [q, *pages], v_scale=torch.ones(scales), **options)
+    assert [kernel.kernel for kernel in kernels] == ["append_kernel", "decode_kernel", "combine_kernel"]
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64], ids=["rows", "pages_of_16", "pages_of_64"])
+def test_keys_arrive_in_wide_asynchronous_loads(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = call(1, 128, torch.bfloat16)
+    options: Options = {}
+    if page_size is not None:
+        k, v = (x.view(-1, page_size, 2, 128) for x in (k, v))
+        options["page_table"] = torch.zeros(2, 256 // page_size, dtype=torch.int32)
+    kernel = compiled(90, monkeypatch, [q, k, v], **options)[0]
+    body, _ = instructions(kernel.cubin)
+    copies = [text for text in body if "LDGSTS" in text]
+    assert copies and all(".128" in text for text in copies)
