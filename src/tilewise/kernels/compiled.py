@@ -361,8 +361,8 @@ class _Composer:
         if isinstance(mask, masks.Document):
             return " == ".join(self.of_row(ids, x) for ids, x in ((mask.q_ids, "q"), (mask.keys, "k")))
         if isinstance(mask, masks.Interval):
-            sides = ((mask.lo, "k >= "), (mask.hi, "k < "))
-            tests = [f"({sign}{self.of_row(ids, 'q')})" for ids, sign in sides if ids is not None]
+            ends = ((mask.lo, "k >= "), (mask.hi, "k < "))
+            tests = [f"({sign}{self.of_row(ids, 'q')})" for ids, sign in ends if ids is not None]
             return " & ".join(tests) or "k >= 0"
         if isinstance(mask, masks.Dense):
             return self.grid(mask.grid(), "q", "k")
