@@ -304,6 +304,20 @@ def test_compiled(family: str) -> None:
     assert_gradients_close(_original(gradients(compiled, **COMPILED[family])), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")
+def test_lengths_share_a_graph() -> None:
+    """The first length has a graph of its own, the second one that serves all up to a power of two."""
+    plain, ours = build(DECODERS["mistral"], num_hidden_layers=1)
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for length in (17, 20, 23, 29):
+            ids = tokens(2, length)
+            assert_close(compiled(ids, use_cache=False).logits, plain(ids).logits)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def _original(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("_orig_mod."): value for name, value in named.items()}
 

@@ -258,8 +258,9 @@ def _starts(ids: torch.Tensor, name: str) -> torch.Tensor:
 
 def _runs(starts: torch.Tensor) -> Mask:
     """Each position sees the run that it is in."""
-    positions, length = torch.arange(starts.shape[1], device=starts.device), starts.shape[1]
+    positions = torch.arange(starts.shape[1], device=starts.device)
     lo = torch.where(starts, positions, 0).cummax(1).values
-    following = torch.where(starts, positions, length).flip(1).cummin(1).values.flip(1)
-    hi = torch.nn.functional.pad(following[:, 1:], (0, 1), value=length)
-    return Interval(lo.int(), hi.int())
+    # The end as a tensor: a compiler takes a length that pads for a constant.
+    end = positions[-1:].expand(starts.shape[0], 1) + 1
+    following = torch.where(starts, positions, end).flip(1).cummin(1).values.flip(1)
+    return Interval(lo.int(), torch.cat([following[:, 1:], end], dim=1).int())
