@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import autograd, cache_checks, dispatch
+from .errors import UnsupportedError, fail
 from .kvcache import CacheInputs, CacheProblem, Static
 from .problem import Options
 from .problem import decode as decode_options
@@ -80,12 +81,20 @@ for _name, _cache in (("attend_cache", "Tensor"), ("append_and_attend_cache", "T
     torch.library.register_fake(f"tilewise::{_name}", _fake, lib=autograd.library)
 
 
+def _refuse_transforms(inputs: CacheInputs) -> None:
+    """Raise if the call is mapped, or an input carries a tangent: a cache that is written has neither."""
+    if forward_ad._current_level >= 0:
+        names = ("q", "k_cache", "v_cache", "k_new", "v_new")
+        autograd.refuse_tangents({name: getattr(inputs, name) for name in names})
+    if torch._C._functorch.maybe_current_level() is not None:
+        got, fix = "a call under torch.vmap or another transform", "fold the mapped dimension into the batch"
+        fail(UnsupportedError, "attention_with_kvcache", got, "calls of plain tensors", fix)
+
+
 def attend(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE of a checked call; its new keys and values are in the cache afterwards."""
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-        autograd.refuse_tangents(
-            {name: getattr(inputs, name) for name in ("q", "k_cache", "v_cache", "k_new", "v_new")}
-        )
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(inputs)
     extras: list[torch.Tensor] = []
     options: Options = problem.options
     spec = options.encode(extras)
