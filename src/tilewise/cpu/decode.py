@@ -110,7 +110,8 @@ def _attend(problem: CacheProblem, group: Group, out: torch.Tensor, lse: torch.T
 def _parts(problem: CacheProblem, group: Group, m0: int, m1: int, spans: list[Span]) -> Iterator[list[Span]]:
     """A row tile's key tiles, part by part as the call asks for it; at least one part, which may be empty."""
     lo, hi = (spans[0].n0, spans[-1].n1) if spans else (0, 0)
-    step = group.config.block_n
+    # Few rows take as many keys more in one step: each is read once, whatever the steps.
+    step = group.config.block_n * max(1, group.config.block_m // ((m1 - m0) * problem.attention.group_size))
     for start, stop in parts(problem.static, lo, hi):
         yield [Span(m0, m1, n0, min(n0 + step, stop)) for n0 in range(start, stop, step)]
 
