@@ -1,7 +1,6 @@
 """The kernels of calls with a key/value cache, compiled offline: every tile fits, loads are wide and asynchronous.
 
-The default run takes some tiles, and one call with each option; ``TILEWISE_ALL_TILES=1`` takes
-all tiles.
+The default run takes some tiles, and one call with each option; ``TILEWISE_ALL_TILES=1`` takes all tiles.
 """
 
 from __future__ import annotations
@@ -96,6 +95,10 @@ def _curve(s: Any, b: Any, h: Any, q: Any, k: Any, table: Any) -> Any:
     return s + table[h, (q - k) % 7]
 
 
+def _striped(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k % 2 == h
+
+
 def _rotary(**options: Any) -> tilewise.Rotary:
     return tilewise.Rotary(torch.empty(300, 32), torch.empty(300, 32), **options)
 
@@ -111,7 +114,7 @@ def _int(*values: int) -> torch.Tensor:
 OPTIONS: dict[str, Options] = {
     "modified": {"softcap": 3.0, "alibi_slopes": torch.empty(8), "sinks": torch.empty(8), "window": (9, 3)},
     "score_mod": {"score_mod": tilewise.ScoreMod(_curve, None, (torch.empty(8, 7),))},
-    "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(lambda b, h, q, k: k % 2 == h)},
+    "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(_striped)},
     "tree": {"mask": torch.ones(1, 3, 3, dtype=torch.bool), "cache_batch_idx": _int(1, 0)},
     "rotated": {"rotary": _rotary(interleaved=True), "cache_leftpad": _int(0, 0), **_new()},
     "positions": {"rotary": _rotary(positions=torch.zeros(2, dtype=torch.int64)), "causal": True},

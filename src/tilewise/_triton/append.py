@@ -52,18 +52,13 @@ def _store(x, cached, row, at, inside, h, scale, scale_row, scale_head, seq, KIN
     tl.store(ptrs, x.to(element), mask=inside[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "token_tiles",
-        "rope_length",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*cache.LIMITS, "token_tiles", "rope_length"])
 def append_kernel(
     k_new, v_new, k, v, slots, scales, rope, shape, batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows,
-    table_row, token_tiles, rope_length,
+    table_row, tree_batch, token_tiles, rope_length,
 ):  # fmt: skip
     """Programs: (sequence, tile of tokens, key head)."""
-    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row)
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     pid = tl.program_id(0)
     h = pid % shape.HEADS_KV
     tile = pid // shape.HEADS_KV % token_tiles

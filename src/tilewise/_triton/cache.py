@@ -23,11 +23,16 @@ class Slots(NamedTuple):
     cu_q: Any
 
 
+# Parameters of kernels that become `Limits`, none of which is to compile anything anew.
+LIMITS = ["batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "tree_batch"]
+
+
 class Limits(NamedTuple):
     """Sizes that no length or index of a call passes.
 
     `seqlen_new`: new keys of each sequence; -1: as many as it has rows. `rows`: of the cache, or pages.
-    `total_q`: rows of a ragged q. `table_row`: elements from one row of the page table to the next.
+    `total_q`: rows of a ragged q. `table_row`: elements from one row of the page table to the next. `tree_batch`: from
+    one sequence's tree to the next.
     """
 
     batch: Any
@@ -37,6 +42,7 @@ class Limits(NamedTuple):
     capacity: Any
     rows: Any
     table_row: Any
+    tree_batch: Any
 
 
 class Scales(NamedTuple):

@@ -98,7 +98,9 @@ class Launch:
         total = self.inputs.q.shape[0] if call.packed else 0
         table = self.inputs.page_table
         row = 0 if table is None else table.stride(0)
-        return (call.batch, call.seqlen_q, total, new, problem.capacity, problem.rows, row)
+        tree = self.inputs.tree
+        tree_batch = 0 if tree is None or tree.shape[0] == 1 else call.seqlen_q**2
+        return (call.batch, call.seqlen_q, total, new, problem.capacity, problem.rows, row, tree_batch)
 
     @property
     def work(self) -> tuple[int, ...]:
@@ -211,14 +213,6 @@ def _variant(call: Launch) -> tuple[Any, tuple[Any, ...], int | None, int | None
     return variant, extra, band[0], band[1]
 
 
-def _tree(inputs: CacheInputs) -> Rows | None:
-    """The tree as bytes; `head` is the stride of its columns."""
-    if inputs.tree is None:
-        return None
-    tree = inputs.tree.view(torch.uint8)
-    return Rows(tree, 0 if tree.shape[0] == 1 else tree.stride(0), tree.stride(1), tree.stride(2))
-
-
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; the interpreter counts as one."""
@@ -251,26 +245,25 @@ def attend_cache(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig) -
 def _attend(call: Launch, out: torch.Tensor, lse: torch.Tensor, tape: Tape) -> None:
     """Launch `decode`, and `combine` if an item may have more than one piece."""
     plan, inputs, attention = call.plan, call.inputs, call.problem.attention
-    cuts = plan.balanced or plan.splits > 1
-    parts = Parts(None, None, None)
-    if cuts:
-        of_slots = (max(1, plan.slots), plan.block_m)
-        parts = Parts(
-            tape.empty((*of_slots, plan.head_dim_v), torch.float32, out.device),
-            tape.empty(of_slots, torch.float32, out.device),
-            tape.empty((plan.programs, 4), torch.int32, out.device) if plan.balanced else None,
-        )
+    # A kernel is the same whether there is anything to merge or not.
+    of_slots = (max(1, plan.slots), plan.block_m)
+    parts = Parts(
+        tape.empty((*of_slots, plan.head_dim_v), torch.float32, out.device),
+        tape.empty(of_slots, torch.float32, out.device),
+        tape.empty((plan.programs, 4), torch.int32, out.device) if plan.balanced else None,
+    )
     variant, extra, left, right = _variant(call)
     sizes, rows_out = shape(call), _rows(out, attention.packed)
     stat_rows = out.shape[0] if attention.packed else attention.seqlen_q
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+    tree = None if inputs.tree is None else inputs.tree.contiguous().view(torch.uint8)
     arguments = (
         _rows(inputs.q, attention.packed), _rows(inputs.k_cache), _rows(inputs.v_cache), rows_out, lse, parts,
-        call.slots, call.scales, call.rope, _tree(inputs), sinks, variant, extra, sizes, *call.limits, *call.work,
+        call.slots, call.scales, call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work,
         stat_rows, call.rope_length, left, right, call.problem.static.softmax_max,
     )  # fmt: skip
     tape.launch(decode.decode_kernel, plan.programs, arguments, **call.tile.launch_options)
-    if cuts:
+    if plan.balanced or plan.splits > 1:
         rows = min(plan.block_m, max(1, attention.seqlen_q * attention.group_size))
         arguments = (
             rows_out, lse, parts, call.slots, sizes, *call.limits, *call.work, stat_rows, rows, left, right,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.score import LN2, LOG2E
-from . import decode_plan
+from . import cache, decode_plan
 from .cache import Limits
 from .decode import stat_at
 from .decode_plan import BALANCED, Work
@@ -23,18 +23,13 @@ from .decode_plan import BALANCED, Work
 _PIECES = tl.constexpr(16)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "row_tiles", "splits",
-        "cut", "whole", "stat_rows", "rows", "left", "right",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rows", "left", "right"])
 def combine_kernel(
-    out, lse, parts, slots, shape, batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, row_tiles,
-    splits, cut, whole, stat_rows, rows, left, right,
+    out, lse, parts, slots, shape, batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch,
+    row_tiles, splits, cut, whole, stat_rows, rows, left, right,
 ):  # fmt: skip
     """Programs: (program of `decode`, or item of a fixed plan; packed row of its tile)."""
-    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row)
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     index = tl.program_id(0) // rows
     r = tl.program_id(0) % rows

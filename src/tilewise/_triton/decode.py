@@ -129,13 +129,13 @@ def span_of(piece, group, tree, left, right, shape):
 
 
 @triton.jit
-def visible(variant, extra, tree, seq, rows, keys, left, right):
+def visible(variant, extra, tree, seq, rows, keys, limits, left, right):
     """`score.visible`, and the tree: what each row sees of the newest keys."""
     seen = score.visible(variant, extra, seq, rows, keys, left, right)
     if tree is not None:
         column = keys - (seq.len_k - seq.len_q)
         inside = (column >= 0) & (column < seq.len_q) & (rows < seq.len_q)
-        at = tree.ptr + seq.b.to(tl.int64) * tree.batch + rows * tree.seq + column * tree.head
+        at = tree + seq.b.to(tl.int64) * limits.tree_batch + rows * limits.seqlen_q + column
         seen = seen & ((column < 0) | (tl.load(at, mask=inside, other=0) != 0))
     return seen
 
@@ -244,7 +244,7 @@ def _attend(
         if not variant.fold:
             s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
         if MASKED:
-            seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], left, right)
+            seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
             s = tl.where(seen, s, float("-inf"))
         acc, l_i, m_i, p = update(acc, l_i, m_i, s, assumed, variant, shape, MASKED)
         if shape.SHARED:
@@ -263,7 +263,7 @@ def _attend(
             strange_tile = device.any_strange(v_tile)
             if strange_tile:
                 v_tile, strange = device.finite(v_tile)
-                seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], left, right)
+                seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
                 acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
@@ -470,19 +470,16 @@ def clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "row_tiles", "splits",
-        "cut", "whole", "stat_rows", "rope_length", "left", "right",
-    ],
+    do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"],
     do_not_specialize_on_alignment=["sinks"],
-)  # fmt: skip
+)
 def decode_kernel(
     q, k, v, out, lse, parts, slots, scales, rope, tree, sinks, variant, extra, shape,
-    batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, row_tiles, splits, cut, whole, stat_rows,
-    rope_length, left, right, phi,
+    batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
+    whole, stat_rows, rope_length, left, right, phi,
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work."""
-    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row)
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)
     programs = tl.num_programs(0)

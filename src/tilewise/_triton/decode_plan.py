@@ -24,6 +24,10 @@ SPLIT_UNIT = tl.constexpr(128)
 _CHUNK = tl.constexpr(128)
 
 
+# Parameters of kernels that become `Work`.
+WORK = ["row_tiles", "splits", "cut", "whole"]
+
+
 class Work(NamedTuple):
     """The sizes of a plan: of `decode.plan.Plan`, `cut` being split_size or num_splits."""
 

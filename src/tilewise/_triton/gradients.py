@@ -10,6 +10,7 @@ import triton
 
 from ..kernels.call import Call, prepare
 from ..kernels.replay import Tape
+from ..kernels.sinks import gradient_of_sinks
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import launch
@@ -60,7 +61,7 @@ def backward(
             result["bias"] = dbias(inputs.bias, call, operands, stats, tile("dbias"))
     if "sinks" in needs:
         assert inputs.sinks is not None
-        result["sinks"] = _dsinks(problem, inputs.sinks, lse, stats[1])
+        result["sinks"] = gradient_of_sinks(inputs.sinks, lse, stats[1])
     return {name: result[name] for name in needs}
 
 
@@ -128,11 +129,3 @@ def gradient_of_kv(
         )  # fmt: skip
         tape.launch(dkv_kernel, programs, arguments, **tile.launch_options)
     return tuple(grads[name] for name in wanted)
-
-
-def _dsinks(problem: Problem, sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """``-sum over rows of exp(sink - lse) delta``: a sink is a key whose value is 0."""
-    heads_last = (0, 2, 1) if lse.ndim == 3 else (1, 0)
-    lse, delta = lse.permute(heads_last).flatten(0, -2), delta.permute(heads_last).flatten(0, -2)
-    p = torch.where(lse == float("-inf"), 0.0, (sinks.float() - lse).exp())
-    return -(p * delta).sum(0).to(sinks.dtype)
