@@ -71,12 +71,10 @@ def _keys(
         problem, inputs, b: the sequence.
         cache: keys or values, their scale, and how it is indexed.
         where: slots before the first key; the keys that any row sees, lo .. hi; how many keys there are. Of the others
-            not even the pages' ids may be looked at; they are 0.
+            not even the pages' ids may be looked at, and nobody reads what is in their place.
     """
     (tensor, scale, kind), (pad, lo, hi, n_k) = cache, where
-    sizes = (tensor.shape[2], n_k, tensor.shape[3])
-    whole = lo == 0 and hi == n_k
-    x = (torch.empty if whole else torch.zeros)(sizes, dtype=problem.attention.compute_dtype)
+    x = torch.empty((tensor.shape[2], n_k, tensor.shape[3]), dtype=problem.attention.compute_dtype)
     if lo < hi:
         x[:, lo:hi] = stretch(tensor, inputs, b, pad + lo, pad + hi).transpose(0, 1)
         if scale is not None:
