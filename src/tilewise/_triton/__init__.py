@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -130,4 +131,13 @@ def attend_cache(
     problem: CacheProblem, inputs: CacheInputs, tile: TileConfig | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
-    return _attend_cache(problem, inputs, tile or cache_tile(problem, shared(inputs)))
+    return _attend_cache(problem, tile or cache_tile(problem, shared(inputs)), inputs, Tape())
+
+
+def bind_cache(problem: CacheProblem) -> Callable[[CacheInputs], tuple[torch.Tensor, ...]]:
+    """`attend_cache` for calls that are alike: all of this problem, with tensors of the same strides."""
+    bound = {
+        one: Repeated(partial(_attend_cache, problem, cache_tile(problem, one)), CacheInputs._make)
+        for one in (False, True)
+    }
+    return lambda inputs: bound[shared(inputs)](inputs)

@@ -226,10 +226,12 @@ def _dense(inputs: CacheInputs) -> CacheInputs:
     return inputs._replace(**{name: x.contiguous() for name, x in spaced.items()})
 
 
-def attend_cache(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_cache(
+    problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
     inputs = _dense(inputs)
-    attention, q, tape = problem.attention, inputs.q, Tape()
+    attention, q = problem.attention, inputs.q
     programs = tile.programs * multiprocessors(q.device)
     plan = Plan.of(problem, tile.block_m, tile.block_n, programs, max(1, tiles.WHOLE_KEYS // tile.block_n))
     call = Launch(problem, inputs, tile, plan)
@@ -256,7 +258,7 @@ def _attend(call: Launch, out: torch.Tensor, lse: torch.Tensor, tape: Tape) -> N
     sizes, rows_out = shape(call), _rows(out, attention.packed)
     stat_rows = out.shape[0] if attention.packed else attention.seqlen_q
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
-    tree = None if inputs.tree is None else inputs.tree.contiguous().view(torch.uint8)
+    tree = None if inputs.tree is None else tape.part(inputs.tree.contiguous().view(torch.uint8), inputs.tree)
     arguments = (
         _rows(inputs.q, attention.packed), _rows(inputs.k_cache), _rows(inputs.v_cache), rows_out, lse, parts,
         call.slots, call.scales, call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work,
