@@ -18,7 +18,7 @@ import torch
 from . import dropout
 from .arguments import prepare
 from .cache_arguments import prepare as prepare_cache
-from .kvcache import PER_HEAD, PER_PAGE, CacheInputs, CacheProblem, Tree
+from .kvcache import FP8, PER_HEAD, PER_PAGE, CacheInputs, CacheProblem, Tree
 from .mask_algebra import Positions
 from .problem import Inputs, Problem
 from .sequences import members
@@ -192,11 +192,14 @@ def _dequantized(
     cache: torch.Tensor, scale: torch.Tensor | None, kind: str | None, b: int, slots: list[tuple[int, int]]
 ) -> torch.Tensor:
     """The values of sequence b that lie in these slots, fp64 [n, Hkv, D]."""
-    found = []
-    for row, slot in slots:
-        x = cache[row, slot].double()
-        found.append(x if scale is None else x * _scale_of(scale, kind, b, row))
-    return torch.stack(found) if found else cache.new_zeros((0, *cache.shape[2:]), dtype=torch.float64)
+    rows, columns = torch.tensor(slots, dtype=torch.int64).view(-1, 2).to(cache.device).unbind(1)
+    # PyTorch indexes no fp8.
+    raw = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    x = raw[rows, columns].view(cache.dtype).double()
+    if scale is None:
+        return x
+    found = scale if kind == PER_HEAD else scale[rows if kind == PER_PAGE else b]
+    return x * found.double()[..., None]
 
 
 def _rotated(problem: CacheProblem, inputs: CacheInputs, x: torch.Tensor, first: int) -> torch.Tensor:
