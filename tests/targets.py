@@ -13,7 +13,7 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {
     "hopper": (
         "inputs; it takes float16 and bfloat16",
         "a head dim above 256",
-        "the backward pass",
+        "a backward pass",
         "no kernel for key/value caches",
     ),
 }
@@ -32,8 +32,8 @@ class Target:
 
     @property
     def forward_only(self) -> bool:
-        """Whether another backend makes the gradients."""
-        return "the backward pass" in MAY_REFUSE.get(self.name, ())
+        """Whether another backend makes the gradients of some calls."""
+        return "a backward pass" in MAY_REFUSE.get(self.name, ())
 
     @property
     def dtype(self) -> torch.dtype:

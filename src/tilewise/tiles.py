@@ -53,6 +53,8 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("hopper", "long forward", ANY, "16bit", 64): TileConfig(192, 128, 4, 3),  # 544/517, 371
     ("hopper", "forward", ANY, "16bit", 128): TileConfig(128, 128, 4, 2),  # 691/686, 575
     ("hopper", "forward", ANY, "16bit", 256): TileConfig(128, 64, 4, 2),  # 745/719
+    ("hopper", "backward", ANY, "16bit", 64): TileConfig(128, 128, 8, 2),  # 443/431
+    ("hopper", "backward", ANY, "16bit", 128): TileConfig(64, 128, 8, 2),  # 522/522
     ("triton", "forward", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dq", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dkv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),

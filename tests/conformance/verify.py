@@ -25,8 +25,10 @@ def attend(target: Target, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compute(target: Target, call: Call, wanted: Cotangents, needs: Iterable[str] | None = None) -> Result:
-    """The backend's own results; one that has no backward pass has no gradients."""
-    return run(lambda c: attend(target, c), call, wanted, () if target.forward_only else needs)
+    """The backend's own results; where it has no backward pass there are no gradients."""
+    if target.forward_only and _refusals(target, call, needs, "backward"):
+        needs = ()
+    return run(lambda c: attend(target, c), call, wanted, needs)
 
 
 def _refusals(target: Target, call: Call, needs: Iterable[str] | None, pass_: str) -> list[str]:

@@ -76,3 +76,13 @@ LOOPS = {
     128: ["49bf3c5b8eb2", "d3461749fd70"],
     256: ["bae472c1dcd2", "72a127786af3"],
 }
+
+# Of the backward pass, by head dim: without a mask, and causal ones and windows.
+BACKWARD: dict[int, tuple[Budget, Budget]] = {
+    64: (Budget(625), Budget(710, 24)),
+    128: (Budget(420), Budget(470)),
+}
+BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
+    64: (Budget(635, 8, 400), Budget(730, 40, 900)),
+    128: (Budget(420), Budget(510, 20, 600)),
+}

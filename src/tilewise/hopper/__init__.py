@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 from .. import errors
 from ..kernels import compiled
-from ..kernels.replay import Repeated
+from ..kernels.replay import Repeated, Tape
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
-from . import launch, variants
+from . import gradients, launch, variants
 
 NAME = "hopper"
 MAX_HEAD_DIM = 256
@@ -27,14 +28,14 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     if problem.capability != (9, 0):
         where = f"compute capability {problem.capability}" if problem.capability else str(problem.device)
         return [f"tensors on {where}; it needs compute capability 9.0 (H100, H200)"]
-    if pass_ != "forward":
-        return ["the backward pass"]
     dims = (problem.head_dim, problem.head_dim_v)
     refused = {
         f"{problem.dtype} inputs; it takes float16 and bfloat16": problem.dtype not in (torch.float16, torch.bfloat16),
         f"a head dim above {MAX_HEAD_DIM}": max(dims) > MAX_HEAD_DIM,
     }
     reasons = [reason for reason, holds in refused.items() if holds]
+    if pass_ != "forward":
+        reasons += gradients.unsupported_reasons(problem)
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:
@@ -43,7 +44,9 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
-    """Tile of the forward, the only pass."""
+    """Tile of a pass."""
+    if pass_ != "forward":
+        return gradients.tile_of(problem)
     return launch.tile_of(problem) if variants.needed(problem) else launch.plain_tile(problem)
 
 
@@ -55,3 +58,22 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 def bind(problem: Problem) -> Repeated:
     """`forward` for calls that are alike: all of this problem, with tensors of the same strides."""
     return Repeated(partial(_launch(problem), problem))
+
+
+def backward(
+    problem: Problem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor | None,
+    dlse: torch.Tensor | None, needs: tuple[str, ...],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients of the inputs named in `needs`; `do` or `dlse` may be None."""
+    return gradients.backward(problem, inputs, (out, lse), (do, dlse), needs)
+
+
+def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
+    """`backward` for calls that are alike, of the tensors of `Inputs`, out, lse, do and dlse."""
+
+    def run(tensors: tuple[Any, ...], tape: Tape) -> tuple[torch.Tensor, ...]:
+        given, (out, lse, do, dlse) = Inputs._make(tensors[:-4]), tensors[-4:]
+        grads = gradients.backward(problem, given, (out, lse), (do, dlse), needs, tape)
+        return tuple(grads[name] for name in needs)
+
+    return Repeated(run, tuple)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -24,6 +25,16 @@ def reinterpret(tile, dtype, shape, layout, _semantic=None):
     """The bytes of a tile in shared memory as another type."""
     view = getattr(tile, "reinterpret", None) or tile._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def tma_add(desc, coord, tile, _semantic=None):
+    """Add a tile in shared memory to memory, by TMA; before Triton 3.8 only the builder had it."""
+    official = getattr(tma, "async_atomic_add", None)
+    if official is not None:
+        return official(desc, coord, tile, _semantic=_semantic)
+    where = _semantic._convert_to_ir_values(coord, require_i64=False)
+    return _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, where, tile.handle)
 
 
 class Ring(NamedTuple):

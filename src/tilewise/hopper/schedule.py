@@ -50,20 +50,26 @@ class Dealt(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def deal(bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, device: torch.device) -> Dealt:
-    """The table for `pairs` (batch entry, head) pairs on so many programs."""
+def deal(
+    bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, device: torch.device, together: int = 0
+) -> Dealt:
+    """The table for `pairs` (batch entry, head) pairs on so many programs.
+
+    `together`: so many pairs at once, those after them later; 0 for all.
+    """
     tiles_m = -(-bounds.len_q // block_m)
     lengths = [bounds.key_tiles(m * block_m, block_m, block_n) for m in range(tiles_m)]
     order = sorted(range(tiles_m), key=lambda m: -lengths[m])
     programs = min(programs, tiles_m * pairs)
     free = [(0.0, program) for program in range(programs)]
     lists: list[list[int]] = [[] for _ in range(programs)]
-    for m in order:
-        # Heads of one length follow each other, so that those at work at once are few and their keys stay in L2.
-        for pair in range(pairs):
-            busy, program = heapq.heappop(free)
-            lists[program].append(pair * tiles_m + m)
-            heapq.heappush(free, (busy + lengths[m] + _OVERHEAD, program))
+    for first in range(0, pairs, together or pairs):
+        for m in order:
+            # Heads of one length follow each other, so that those at work at once are few and their keys stay in L2.
+            for pair in range(first, min(first + (together or pairs), pairs)):
+                busy, program = heapq.heappop(free)
+                lists[program].append(pair * tiles_m + m)
+                heapq.heappush(free, (busy + lengths[m] + _OVERHEAD, program))
     rounds = max(map(len, lists))
     padded = [numbers + [-1] * (rounds + 1 - len(numbers)) for numbers in lists]
     return Dealt(torch.tensor(padded, dtype=torch.int32).T.contiguous().to(device), rounds, programs)

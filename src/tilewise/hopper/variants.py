@@ -72,7 +72,7 @@ class Listed(NamedTuple):
     programs: int
 
 
-def _matrices(x: torch.Tensor, source: torch.Tensor, tape: Tape) -> torch.Tensor:
+def matrices(x: torch.Tensor, source: torch.Tensor, tape: Tape) -> torch.Tensor:
     """`x` as [B, S, H, D], packed ones [1, T, H, D], in memory that TMA can address."""
     if x.shape[-1] % 8:
         # TMA fills what is missing in a row, but rows must start at multiples of 16 bytes.
@@ -95,21 +95,21 @@ def _nothing_to_see(problem: Problem, inputs: Inputs, out: torch.Tensor, lse: to
     lse.copy_(seen)
 
 
-def _by_plan(plan: torch.Tensor, call: Call, tiles: Tiles, programs: int) -> Listed:
-    """Tiles in the order of how many key tiles the plan lists for them, there and back again."""
-    p = call.problem
-    tiles_m = -(-p.seqlen_q // tiles.block_m)
-    number = p.batch * tiles.heads * tiles_m
+def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int) -> Listed:
+    """Tiles, of so many batch entries, heads and places, in the order of how long the plan's lists for them are, there
+    and back again.
+    """
+    number = math.prod(sizes)
     rounds = -(-number // programs)
 
     def order() -> torch.Tensor:
-        lengths = plan[..., 1].expand(p.batch, tiles.heads, tiles_m).reshape(-1)
+        lengths = plan[..., 1].expand(sizes).reshape(-1)
         numbers = lengths.argsort(descending=True, stable=True).int()
         table = torch.nn.functional.pad(numbers, (0, (rounds + 1) * programs - number), value=-1).view(-1, programs)
         table[1::2] = table[1::2].flip(1)
         return table
 
-    return Listed(_orders.get(plan, (p.batch, tiles.heads, programs), order), rounds, programs)
+    return Listed(_orders.get(plan, (*sizes[:2], programs), order), rounds, programs)
 
 
 def _by_length(call: Call, inputs: Inputs, results: Results, tiles: Tiles, processors: int, tape: Tape) -> Listed:
@@ -150,7 +150,7 @@ def _listed(
     if p.packed:
         return _by_length(call, inputs, results, tiles, processors, tape)
     if plan is not None:
-        return _by_plan(plan, call, tiles, processors)
+        return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), processors)
     left, right = call.sizes[3:]
     band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
     dealt = deal(band, tiles.block_m, tiles.block_n, p.batch * tiles.heads, processors, p.device)
@@ -193,7 +193,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
     stacked = 1 if variant.plan is not None else stack(problem)
     tiles = Tiles(problem.heads_q // stacked, tile.block_m // stacked, tile.block_n)
     shape = _shape(problem, variant, call.sizes[3:], tile, stacked)
-    q, k, v = (_matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v))
+    q, k, v = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     rows = launch.ROWS // stacked
     with torch.cuda.device(q.device):
@@ -202,7 +202,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
             launch.descriptor(q, rows, d, stacked),
             launch.descriptor(k, tile.block_n, d),
             launch.descriptor(v, tile.block_n, d_v),
-            None if shape.DIRECT_O.value else launch.descriptor(_matrices(out, out, tape), rows, d_v, stacked),
+            None if shape.DIRECT_O.value else launch.descriptor(matrices(out, out, tape), rows, d_v, stacked),
             out,
             lse,
             listed.table,

@@ -1,0 +1,220 @@
+"""The backward pass on the host: descriptors, who works on which keys, and what is left to do around the kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..kernels.call import Call, prepare
+from ..kernels.replay import Tape
+from ..kernels.score import Variant
+from ..kernels.sinks import gradient_of_sinks
+from ..mask_algebra import TOP_LEFT
+from ..problem import Inputs, Problem
+from ..tiles import TileConfig, lookup
+from . import launch, packed
+from .backward import backward_kernel
+from .key_tiles import Shape
+from .schedule import Bounds, deal
+from .statistics import Rows, round_kernel, row_kernel
+from .variants import Listed, Tiles, by_plan, matrices
+
+MAX_HEAD_DIM = 128
+_WARPS = 8
+# Warps of the consumers, and the loading and the adding one, padded to four, share 64 Ki registers.
+_REGISTERS = 168
+_Q_STAGES = 3
+# q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
+_L2 = 32 << 20
+_ROWS = 32  # of a program around the kernel
+_LINE = gl.NVMMASharedLayout(0, 32, rank=1)
+# Beyond this no bound of a band matters to the order of tiles.
+_FAR = 1 << 28
+
+
+class Stats(NamedTuple):
+    """Of every row: the lse in base 2 and delta, fp32 [pairs, rows]; and dq's sum, fp32 [B, Hq, Sq, D]."""
+
+    lse2: torch.Tensor
+    delta: torch.Tensor
+    dq_sum: torch.Tensor
+
+
+def unsupported_reasons(problem: Problem) -> list[str]:
+    """Why the backward pass does not serve a problem that the forward does."""
+    wide = max(problem.head_dim, problem.head_dim_v)
+    refused = {
+        f"a backward pass of head dim {wide}; it takes up to {MAX_HEAD_DIM}": wide > MAX_HEAD_DIM,
+        "a backward pass with deterministic=True": problem.options.deterministic,
+        "a backward pass with a bias or ALiBi slopes": problem.has_bias or problem.has_alibi,
+        "a backward pass with seqused_k": problem.has_seqused,
+    }
+    return [reason for reason, holds in refused.items() if holds]
+
+
+def tile_of(problem: Problem) -> TileConfig:
+    """The table's tile."""
+    return lookup("hopper", "backward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+
+
+def backward(
+    problem: Problem, inputs: Inputs, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any],
+    needs: tuple[str, ...], tape: Tape | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The gradients named in `needs`; `forward` is ``out`` and ``lse``, `grads` are ``do`` and ``dlse``."""
+    tape = tape or Tape()
+    call, (out, lse), (do, dlse) = prepare(problem, inputs), forward, grads
+    if do is None:
+        do = torch.zeros_like(out)
+    do = do.to(problem.dtype)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    dlse = None if dlse is None else dlse.float().contiguous()
+    names = tuple(name for name in ("q", "k", "v") if name in needs)
+    fill = 0.0 if problem.packed else None
+    result: dict[str, torch.Tensor] = {
+        name: tape.empty(x.shape, x.dtype, x.device, fill) for name, x in zip("qkv", inputs[:3], strict=True)
+    }
+    if not (out.numel() and inputs.k.numel() and problem.batch and problem.seqlen_q and problem.seqlen_k):
+        result = {name: x.zero_() for name, x in result.items()}
+        stats = None
+    else:
+        with torch.cuda.device(problem.device):
+            stats = _statistics(call, (out, lse), (do, dlse), tape)
+            _gather(call, inputs, do, stats, result, tape)
+            _round(call, stats.dq_sum, result["q"], tape)
+    wanted: dict[str, torch.Tensor] = {name: result[name] for name in names}
+    if "sinks" in needs:
+        assert inputs.sinks is not None
+        delta = torch.zeros_like(lse) if stats is None else stats.delta[:, : lse.shape[-1]].view(lse.shape)
+        wanted["sinks"] = gradient_of_sinks(inputs.sinks, lse, delta)
+    return {name: wanted[name] for name in needs}
+
+
+def _rows(x: torch.Tensor, problem: Problem) -> Rows:
+    return Rows(x, 0, x.stride(0), x.stride(1)) if problem.packed else Rows(x, *x.stride()[:3])
+
+
+def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any], tape: Tape) -> Stats:
+    p, (out, lse), (do, dlse) = call.problem, forward, grads
+    rows = lse.shape[-1]
+    # TMA reads lines from multiples of 16 bytes on.
+    stat_rows = -(-rows // 4) * 4
+    pairs = lse.numel() // rows
+    width = launch.block(p.head_dim)
+    lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
+    delta = tape.empty((pairs, stat_rows), torch.float32, lse.device)
+    dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
+    arguments = (
+        _rows(out, p), _rows(do, p), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q, stat_rows,
+        _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
+    )  # fmt: skip
+    tape.launch(row_kernel, pairs * -(-rows // _ROWS), arguments, num_warps=4)
+    return Stats(lse2, delta, dq_sum)
+
+
+def _round(call: Call, dq_sum: torch.Tensor, dq: torch.Tensor, tape: Tape) -> None:
+    p, (batch, heads, rows, width) = call.problem, dq_sum.shape
+    arguments = (dq_sum, _rows(dq, p), p.softmax_scale, rows, heads, _ROWS, p.head_dim, width)
+    tape.launch(round_kernel, batch * heads * -(-rows // _ROWS), arguments, num_warps=4)
+
+
+def _line(x: torch.Tensor, block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, [x.numel()], [1], [block], _LINE)
+
+
+def _sum_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    tile = [1, 1, rows, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.float32)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), tile, layout)
+
+
+def _by_length(call: Call, inputs: Inputs, dk: torch.Tensor, tiles: Tiles, processors: int, tape: Tape) -> Listed:
+    """Tiles of keys of a packed call, listed on the device as the forward lists tiles of rows."""
+    p = call.problem
+    total = dk.shape[0]
+    most = -(-total // tiles.block_m) + p.batch
+    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, dk.device)
+    left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
+    reach = None if left is None or right is None else left + right + tiles.block_m
+    # Keys see rows as rows see keys. Nothing is blanked: dk has no columns here, and heads none.
+    arguments = (
+        inputs.cu_seqlens_k, inputs.cu_seqlens_q, None, p.batch, total, p.seqlen_k, p.seqlen_q, left, reach,
+        table, dk, dk, 0, 0, p.options.align == TOP_LEFT, tiles.block_m,
+    )  # fmt: skip
+    tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
+    return Listed(table, 0, min(processors, most * tiles.heads))
+
+
+def _listed(call: Call, variant: Variant, inputs: Inputs, dk: torch.Tensor, tile: TileConfig, tape: Tape) -> Listed:
+    """Who works on which keys."""
+    p = call.problem
+    processors = torch.cuda.get_device_properties(p.device).multi_processor_count
+    tiles = Tiles(p.heads_kv, tile.block_n, tile.block_m)
+    if p.packed:
+        return _by_length(call, inputs, dk, tiles, processors, tape)
+    tiles_n = -(-p.seqlen_k // tile.block_n)
+    if variant.plan is not None:
+        return by_plan(variant.plan, (p.batch, p.heads_kv, tiles_n), processors)
+    left, right = call.sizes[3:]
+    seen = Bounds(p.seqlen_k, p.seqlen_q, -int(p.offset(p.seqlen_q, p.seqlen_k)), right, left)
+    bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
+    together = max(1, _L2 // bytes_of_pair, -(-processors // tiles_n))
+    dealt = deal(seen, tile.block_n, tile.block_m, p.batch * p.heads_kv, processors, p.device, together)
+    return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
+
+
+def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
+    blocks = (launch.block(problem.head_dim), launch.block(problem.head_dim_v))
+    sizes = (tile.block_m, tile.block_n, *blocks, problem.head_dim, problem.head_dim_v, _WARPS)
+    # The numbers of dropout pass through shared memory, which leaves room for one tile of dq.
+    dq_stages = 1 if variant.seed is not None else 2
+    tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
+    return Shape(*map(gl.constexpr, (*sizes, dq_stages, problem.packed, problem.packed or tested)))
+
+
+def _gather(
+    call: Call, inputs: Inputs, do: torch.Tensor, stats: Stats, result: dict[str, torch.Tensor], tape: Tape
+) -> None:
+    """dk, dv and the sum of dq."""
+    p, tile = call.problem, tile_of(call.problem)
+    variant, extra = call.variant(tile, transposed=True)
+    band = call.sizes[3:]
+    shape = _shape(p, variant, band, tile)
+    listed = _listed(call, variant, inputs, result["k"], tile, tape)
+    q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
+    d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
+    lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)
+    arguments = (
+        launch.descriptor(q, tile.block_m, d),
+        launch.descriptor(k, tile.block_n, d),
+        launch.descriptor(v, tile.block_n, d_v),
+        launch.descriptor(do, tile.block_m, d_v),
+        _sum_descriptor(stats.dq_sum, tile.block_m),
+        _line(stats.lse2, tile.block_m),
+        _line(stats.delta, tile.block_m),
+        result["k"],
+        result["v"],
+        listed.table,
+        p.softmax_scale * math.log2(math.e),
+        p.softmax_scale,
+        listed.rounds,
+        stats.lse2.shape[-1],
+        -(-p.seqlen_k // tile.block_n),
+        p.heads_kv,
+        p.group_size,
+        int(p.offset(*lengths)),
+        *band,
+        *lengths,
+        variant,
+        extra,
+        shape,
+        _Q_STAGES,
+        tile.num_stages,
+    )
+    tape.launch(backward_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS)

@@ -1,0 +1,78 @@
+"""Around the backward kernel: what it needs of every row, and dq from its fp32 sum. Plain Triton, bound by memory.
+
+HBM: `row_kernel` reads o, do and lse once and writes lse2, delta and the zeros of dq's sum; `round_kernel`
+reads the sum and writes dq.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..kernels.score import LOG2E
+
+
+class Rows(NamedTuple):
+    """A tensor [B, S, H, D] with its strides in elements; packed ones [T, H, D] have batch stride 0."""
+
+    ptr: Any
+    batch: Any
+    seq: Any
+    head: Any
+
+
+@triton.jit
+def _at(x, b, rows, h, columns):
+    base = x.ptr + b.to(tl.int64) * x.batch + h.to(tl.int64) * x.head
+    return base + rows.to(tl.int64)[:, None] * x.seq + columns[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["dlse"])
+def row_kernel(
+    out, do, lse, dlse, lse2, delta, dq_sum, rows, heads, stat_rows,
+    BLOCK: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """``delta = rowsum(do o) - dlse``, and the lse in base 2, +inf for rows that see nothing: their p is then 0.
+
+    Programs: (batch, head, block of rows). `dq_sum` fp32 [B, Hq, rows, WIDTH] becomes 0.
+    """
+    blocks = tl.cdiv(rows, BLOCK)
+    pid = tl.program_id(0)
+    pair = pid // blocks
+    b, h = pair // heads, pair % heads
+    offs = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < rows
+    stat = pair.to(tl.int64) * stat_rows + offs
+    columns = tl.arange(0, BLOCK_DV)
+    there = inside[:, None] & (columns < HEAD_DIM_V)[None, :]
+    o = tl.load(_at(out, b, offs, h, columns), mask=there, other=0.0).to(tl.float32)
+    d_o = tl.load(_at(do, b, offs, h, columns), mask=there, other=0.0).to(tl.float32)
+    total = tl.sum(o * d_o, 1)
+    if dlse is not None:
+        total -= tl.load(dlse + pair.to(tl.int64) * rows + offs, mask=inside, other=0.0)
+    lse_rows = tl.load(lse + pair.to(tl.int64) * rows + offs, mask=inside, other=0.0) * LOG2E
+    tl.store(lse2 + stat, tl.where(lse_rows == float("-inf"), float("inf"), lse_rows), mask=inside)
+    tl.store(delta + stat, total, mask=inside)
+    first = (pair.to(tl.int64) * rows + offs) * WIDTH
+    zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
+    tl.store(dq_sum + first[:, None] + tl.arange(0, WIDTH)[None, :], zeros, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "heads"])
+def round_kernel(
+    dq_sum, dq, scale, rows, heads, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """``dq = scale · sum``, from [B, Hq, rows, WIDTH] to [B, rows, Hq, D]."""
+    blocks = tl.cdiv(rows, BLOCK)
+    pid = tl.program_id(0)
+    pair = pid // blocks
+    b, h = pair // heads, pair % heads
+    offs = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    wide = tl.arange(0, WIDTH)
+    inside = offs < rows
+    first = (pair.to(tl.int64) * rows + offs) * WIDTH
+    total = tl.load(dq_sum + first[:, None] + wide[None, :], mask=inside[:, None], other=0.0)
+    there = inside[:, None] & (wide < HEAD_DIM)[None, :]
+    tl.store(_at(dq, b, offs, h, wide), (total * scale).to(dq.ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,96 @@
+"""The Hopper backward without a GPU: what the compiler makes of it, and that every pair of tiles is visited once."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import budgets
+import loops
+import pytest
+import torch
+from offline import SHARED, Compiled, catching
+
+from tilewise import BlockMask, ScoreMod, hopper
+from tilewise.arguments import prepare
+from tilewise.hopper.schedule import Bounds, deal
+
+ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
+# Matrix instructions of a tile: five products, of 16 columns or rows each.
+PRODUCTS = 32
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's answers where there is none."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def compiled(head_dim: int, packed: bool = False, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Compiled:
+    """The kernel for a call of 4 query heads over 2; a packed one has three members."""
+    rows = (1280,) if packed else (2, 640)
+    q, out = (torch.empty(*rows, 4, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (torch.empty(*rows, 2, head_dim, dtype=dtype) for _ in range(2))
+    if packed:
+        cu = torch.tensor([0, 300, 300, 1280], dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 980, "max_seqlen_k": 980}
+    problem, inputs, _ = prepare(q, k, v, **options)
+    lse = torch.empty(problem.lse_shape(q))
+    with catching(90) as caught:
+        hopper.backward(problem, inputs, out, lse, out, None, ("q", "k", "v"))
+    (kernel,) = (item for item in caught if item.kernel == "backward_kernel")
+    assert kernel.shared <= SHARED[90]
+    assert "setmaxnreg" in kernel.ptx
+    assert "C75" not in kernel.log, "ptxas serialises the matrix products"
+    return kernel
+
+
+BANDS: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (100, 0)}]
+SHIPPED = [(d, band) for d in (64, 128) for band in BANDS if ALL or "window" not in band]
+
+
+@pytest.mark.parametrize("head_dim, options", SHIPPED, ids=str)
+def test_shipped_tile(head_dim: int, options: dict[str, Any]) -> None:
+    kernel = compiled(head_dim, **options)
+    (loop,) = loops.hot_loops(kernel.cubin, PRODUCTS)
+    budget = budgets.of((budgets.BACKWARD_BAND if options else budgets.BACKWARD)[head_dim])
+    assert len(loop) <= budget.instructions
+    assert loops.spills(loop) <= budget.spills
+    assert kernel.spilled <= budget.spilled
+
+
+def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * 0.5
+
+
+def half_gradient(ds: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return ds * 0.5
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "packed": {"packed": True, "causal": True},
+    "blocks": {"mask": BlockMask(torch.ones(1, 1, 5, 5, dtype=torch.bool), 128, 128)},
+    "softcap": {"softcap": 30.0},
+    "score_mod": {"score_mod": ScoreMod(half, half_gradient)},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
+    "fp16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS if ALL else ["packed"])
+def test_variants_compile(name: str) -> None:
+    compiled(128, **VARIANTS[name])
+
+
+def test_heads_at_work_at_once() -> None:
+    """Every tile is dealt once, whatever is worked on together, and heads that are not come later."""
+    bounds = Bounds(1000, 1000, 0, None, 0)
+    dealt = deal(bounds, 128, 64, 6, 4, torch.device("cpu"), 2)
+    numbers = dealt.table[dealt.table >= 0]
+    assert sorted(numbers.tolist()) == list(range(6 * 8))
+    for column in dealt.table.T:
+        heads = [int(n) // 8 // 2 for n in column if n >= 0]
+        assert heads == sorted(heads)
