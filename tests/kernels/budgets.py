@@ -30,8 +30,8 @@ def of(records: tuple[T, T]) -> T:
 # Bytes spilled by the kernels in plain Triton, by dtype class.
 TRITON: dict[str, tuple[int, int]] = {"16bit": (640, 1350), "32bit": (800, 1800)}
 
-# Bytes spilled by the kernels for caches, by dtype class of the cache.
-CACHES: dict[str, tuple[int, int]] = {"8bit": (600, 1300), "16bit": (640, 1350), "32bit": (1000, 2000)}
+# Bytes spilled by the kernels for caches: up to head dim 128, and above it, where a tile's output fills the registers.
+CACHES: dict[bool, tuple[int, int]] = {False: (720, 1500), True: (4900, 9000)}
 
 # Hopper's, by head dim: of calls without a mask, and of causal ones and windows.
 PLAIN: dict[int, tuple[Budget, Budget]] = {

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import errors
 from . import machine, report, results
 from .check import FLOORS
-from .decode_cases import SETS, Contestant, DecodeCase, contestants, error, make
+from .decode_cases import SETS, Contestant, DecodeCase, DecodeData, contestants, error, make
 from .results import Entry, Work
 from .runner import Bench, Settings
 from .timing import Call, interleave
@@ -42,13 +43,17 @@ def series(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> Call:
     return graph.replay
 
 
-def _admit(case: DecodeCase, entry: Entry, made: list[Any], data: list[Any], device: torch.device) -> Call | None:
+def _admit(
+    case: DecodeCase, peer: Contestant, entry: Entry, data: list[DecodeData], device: torch.device
+) -> Call | None:
     """What to time, or None with the reason in the entry."""
-    refusals = [call for call in made if isinstance(call, str)]
-    if refusals:
-        entry.status, entry.reason = results.DECLINES, refusals[0]
-        return None
     try:
+        offered = [peer.make(case, x) for x in data]
+        made = [call for call in offered if not isinstance(call, str)]
+        if len(made) < len(offered):
+            entry.status = results.DECLINES
+            entry.reason = next(text for text in offered if isinstance(text, str))
+            return None
         entry.error = min(error(case, data[0], made[0]()), 1e30)
         allowed = _STEPS * FLOORS[data[0].q.dtype]
         if not entry.error <= allowed:
@@ -69,7 +74,7 @@ def run_case(case: DecodeCase, peers: Sequence[Contestant], settings: Settings, 
     with torch.no_grad():
         for peer in peers:
             entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE)
-            call = _admit(case, entry, [peer.make(case, x) for x in data], data, settings.device)
+            call = _admit(case, peer, entry, data, settings.device)
             if call is not None:
                 calls[peer.name] = call
         timed = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
@@ -117,6 +122,21 @@ def select(names: Sequence[str]) -> list[DecodeCase]:
     return list(dict.fromkeys(case for name in names for case in SETS[name]))
 
 
+def named(names: Sequence[str] | None, device: torch.device) -> list[Contestant]:
+    """The contestants of these names; "ours" stands for all backends; None: everyone.
+
+    Raises:
+        tilewise.errors.ArgumentError: a name that nobody has.
+    """
+    known = contestants(device)
+    wanted = {peer.name for peer in known} if names is None else set(names)
+    unknown = wanted - {peer.name for peer in known} - {"ours"}
+    if unknown:
+        has = ", ".join(["ours", *(peer.name for peer in known)])
+        errors.fail(errors.ArgumentError, "peers", repr(", ".join(sorted(unknown))), has, "name some of these")
+    return [peer for peer in known if peer.name in wanted or (peer.ours and "ours" in wanted)]
+
+
 def run(
     cases: Sequence[DecodeCase],
     peers: Sequence[str] | None,
@@ -125,8 +145,7 @@ def run(
 ) -> dict[str, Any]:
     """Run the cases; the document, which is saved after each case."""
     started, bench = time.monotonic(), Bench.on(settings.device)
-    entrants = [peer for peer in contestants(settings.device) if peers is None or peer.name in peers]
-    entrants = entrants or [peer for peer in contestants(settings.device) if peer.ours]
+    entrants = named(peers, settings.device)
     document: dict[str, Any] = {
         "schema": results.SCHEMA,
         "what": settings.what,
