@@ -55,6 +55,9 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("hopper", "forward", ANY, "16bit", 256): TileConfig(128, 64, 4, 2),  # 745/719
     ("hopper", "backward", ANY, "16bit", 64): TileConfig(128, 128, 8, 2),  # 443/431
     ("hopper", "backward", ANY, "16bit", 128): TileConfig(64, 128, 8, 2),  # 522/522
+    ("hopper", "dq", ANY, "16bit", 256): TileConfig(128, 64, 8, 2),
+    ("hopper", "dk", ANY, "16bit", 256): TileConfig(64, 128, 8, 2),
+    ("hopper", "dv", ANY, "16bit", 256): TileConfig(64, 128, 8, 2),
     ("triton", "forward", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dq", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dkv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),

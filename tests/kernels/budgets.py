@@ -86,3 +86,9 @@ BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(635, 8, 400), Budget(730, 40, 900)),
     128: (Budget(420), Budget(510, 20, 600)),
 }
+# Of dq, dk and dv apart, at head dim 256.
+APART: list[tuple[Budget, Budget]] = [
+    (Budget(355, 8), Budget(400, 30, 1500)),
+    (Budget(385, 2), Budget(430, 30, 1500)),
+    (Budget(245), Budget(290, 10, 800)),
+]

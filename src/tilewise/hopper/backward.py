@@ -14,7 +14,7 @@ HBM: reads k, v once and q, do, lse, delta once per tile of keys (mostly from L2
 tile of keys.
 
 *Handles* bf16 and fp16, head dims up to 128, every mask, packed sequences, softcap, score modifications, dropout.
-*Not here*: wider heads, a repeatable dq, bias and ALiBi (`_triton.backward`).
+*Not here*: wider heads and a repeatable dq (`backward_apart`), bias and ALiBi (`_triton.backward`).
 """
 
 from __future__ import annotations
@@ -168,18 +168,17 @@ def add_dq(io, smem, band, work, variant, shape):
 
 
 @gluon.jit
-def probabilities(s, lse_smem, own, rows, keys, masked, io, band, variant, extra):
-    """Pᵀ of the products Sᵀ, and the chain of its score; `rows` are [1, M] and `keys` [N, 1]."""
+def seen_scores(s, own, rows, keys, masked, io, band, variant, extra):
+    """Scores in base 2 of the products `s`, and their chain; `rows` and `keys` broadcast to the tile."""
     chain = score.Chain(s, s, s)
     if not variant.fold:
         chain = score.scores(s, variant, extra, own, rows, keys)
     s = chain.s
     if masked:
         # This keeps it a branch: the compiler would rather compute and select in every tile.
-        tested = scores.opaque(keys)
-        s = gl.where(score.visible(variant, extra, own, rows, tested, band.left, band.right), s, float("-inf"))
-    lse2 = lse_smem.load(gl.SliceLayout(0, s.type.layout))
-    return gl.exp2(s * scores.unit_of(io.qk_scale, variant) - lse2[None, :]), chain
+        seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
+        s = gl.where(seen, s, float("-inf"))
+    return s * scores.unit_of(io.qk_scale, variant), chain
 
 
 @gluon.jit
@@ -223,6 +222,18 @@ def score_gradient(p, dp, keep, delta, masked, variant, shape):
         if masked:
             # What is invisible may be NaN, and 0 · NaN is NaN.
             ds = gl.where(bits_of(p) == 0, 0.0, ds)
+    return ds
+
+
+@gluon.jit
+def product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape):
+    """The gradient of the scaled product from that of the score."""
+    if not variant.fold:
+        gradient = score.scores_gradient(ds, chain, variant, extra, own, rows, keys)
+        if shape.CLEAN:
+            if masked:
+                gradient = gl.where(bits_of(ds) == 0, 0.0, gradient)
+        ds = gradient
     return ds
 
 
@@ -295,7 +306,8 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         if j > 0:
             announce(smem, i - 1)
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
-        p, chain = probabilities(s, smem.lse.index(stage), own, rows, keys, masked, io, band, variant, extra)
+        s, chain = seen_scores(s, own, rows, keys, masked, io, band, variant, extra)
+        p = gl.exp2(s - smem.lse.index(stage).load(ROW)[None, :])
         p32 = packed(p, dtype)
         left, keep = p32, p32
         if variant.seed is not None:
@@ -305,12 +317,7 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         dv = warpgroup_mma(left, do_smem, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = score_gradient(unpacked(p32, SCORES, dtype), dp, keep, delta, masked, variant, shape)
-        if not variant.fold:
-            gradient = score.scores_gradient(ds, chain, variant, extra, own, rows, keys)
-            if shape.CLEAN:
-                if masked:
-                    gradient = gl.where(bits_of(ds) == 0, 0.0, gradient)
-            ds = gradient
+        ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
         smem.ds.store(ds16)
         dv, left = warpgroup_mma_wait(0, deps=(dv, left))

@@ -19,12 +19,14 @@ from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 from . import launch, packed
 from .backward import backward_kernel
+from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .schedule import Bounds, deal
 from .statistics import Rows, round_kernel, row_kernel
 from .variants import Listed, Tiles, by_plan, matrices
 
-MAX_HEAD_DIM = 128
+# Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
+_TOGETHER = 128
 _WARPS = 8
 # Warps of the consumers, and the loading and the adding one, padded to four, share 64 Ki registers.
 _REGISTERS = 168
@@ -38,28 +40,35 @@ _FAR = 1 << 28
 
 
 class Stats(NamedTuple):
-    """Of every row: the lse in base 2 and delta, fp32 [pairs, rows]; and dq's sum, fp32 [B, Hq, Sq, D]."""
+    """Of every row the lse in base 2 and delta, fp32 [pairs, rows]; and dq's sum, fp32 [B, Hq, Sq, D], if it is one."""
 
     lse2: torch.Tensor
     delta: torch.Tensor
-    dq_sum: torch.Tensor
+    dq_sum: torch.Tensor | None
+
+
+def _apart(problem: Problem) -> bool:
+    """Whether every gradient has a kernel of its own."""
+    return problem.options.deterministic or max(problem.head_dim, problem.head_dim_v) > _TOGETHER
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
     """Why the backward pass does not serve a problem that the forward does."""
-    wide = max(problem.head_dim, problem.head_dim_v)
     refused = {
-        f"a backward pass of head dim {wide}; it takes up to {MAX_HEAD_DIM}": wide > MAX_HEAD_DIM,
-        "a backward pass with deterministic=True": problem.options.deterministic,
         "a backward pass with a bias or ALiBi slopes": problem.has_bias or problem.has_alibi,
         "a backward pass with seqused_k": problem.has_seqused,
+        f"a backward pass with dropout that is deterministic, or of head dims above {_TOGETHER}": (
+            problem.has_dropout and _apart(problem)
+        ),
     }
     return [reason for reason, holds in refused.items() if holds]
 
 
-def tile_of(problem: Problem) -> TileConfig:
-    """The table's tile."""
-    return lookup("hopper", "backward", problem.dtype, max(problem.head_dim, problem.head_dim_v))
+def tile_of(problem: Problem, pass_: str = "backward") -> TileConfig:
+    """The table's tile, of all gradients together, or of dq, dk or dv."""
+    if pass_ == "backward" and _apart(problem):
+        pass_ = "dq"
+    return lookup("hopper", pass_, problem.dtype, max(problem.head_dim, problem.head_dim_v))
 
 
 def backward(
@@ -86,8 +95,12 @@ def backward(
     else:
         with torch.cuda.device(problem.device):
             stats = _statistics(call, (out, lse), (do, dlse), tape)
-            _gather(call, inputs, do, stats, result, tape)
-            _round(call, stats.dq_sum, result["q"], tape)
+            if stats.dq_sum is None:
+                for name in names:
+                    _gather_one(name, call, inputs, do, stats, result[name], tape)
+            else:
+                _gather(call, inputs, do, (stats, stats.dq_sum), result, tape)
+                _round(call, stats.dq_sum, result["q"], tape)
     wanted: dict[str, torch.Tensor] = {name: result[name] for name in names}
     if "sinks" in needs:
         assert inputs.sinks is not None
@@ -109,7 +122,9 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     width = launch.block(p.head_dim)
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
     delta = tape.empty((pairs, stat_rows), torch.float32, lse.device)
-    dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
+    dq_sum = None
+    if not _apart(p):
+        dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
     arguments = (
         _rows(out, p), _rows(do, p), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q, stat_rows,
         _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
@@ -134,38 +149,52 @@ def _sum_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), tile, layout)
 
 
-def _by_length(call: Call, inputs: Inputs, dk: torch.Tensor, tiles: Tiles, processors: int, tape: Tape) -> Listed:
-    """Tiles of keys of a packed call, listed on the device as the forward lists tiles of rows."""
+def _by_length(
+    call: Call, inputs: Inputs, x: torch.Tensor, tiles: Tiles, processors: int, tape: Tape, of_rows: bool
+) -> Listed:
+    """Tiles of rows, or of keys, of a packed call, listed on the device as the forward lists tiles of rows."""
     p = call.problem
-    total = dk.shape[0]
-    most = -(-total // tiles.block_m) + p.batch
-    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, dk.device)
+    most = -(-x.shape[0] // tiles.block_m) + p.batch
+    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, x.device)
     left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
     reach = None if left is None or right is None else left + right + tiles.block_m
-    # Keys see rows as rows see keys. Nothing is blanked: dk has no columns here, and heads none.
+    members = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    longest, side = (p.seqlen_q, p.seqlen_k), right
+    if not of_rows:
+        # Keys see rows as rows see keys.
+        members, longest, side = members[::-1], longest[::-1], left
+    # Nothing is blanked: `x` has no columns here, and heads none.
     arguments = (
-        inputs.cu_seqlens_k, inputs.cu_seqlens_q, None, p.batch, total, p.seqlen_k, p.seqlen_q, left, reach,
-        table, dk, dk, 0, 0, p.options.align == TOP_LEFT, tiles.block_m,
+        *members, None, p.batch, x.shape[0], *longest, side, reach, table, x, x, 0, 0,
+        p.options.align == TOP_LEFT, tiles.block_m,
     )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
     return Listed(table, 0, min(processors, most * tiles.heads))
 
 
-def _listed(call: Call, variant: Variant, inputs: Inputs, dk: torch.Tensor, tile: TileConfig, tape: Tape) -> Listed:
-    """Who works on which keys."""
+def _listed(
+    call: Call, variant: Variant, inputs: Inputs, x: torch.Tensor, tile: TileConfig, tape: Tape, of_rows: bool = False
+) -> Listed:
+    """Who works on which keys, or rows; `x` is a gradient of theirs."""
     p = call.problem
     processors = torch.cuda.get_device_properties(p.device).multi_processor_count
-    tiles = Tiles(p.heads_kv, tile.block_n, tile.block_m)
+    if of_rows:
+        tiles, length, others = Tiles(p.heads_q, tile.block_m, tile.block_n), p.seqlen_q, p.seqlen_k
+    else:
+        tiles, length, others = Tiles(p.heads_kv, tile.block_n, tile.block_m), p.seqlen_k, p.seqlen_q
     if p.packed:
-        return _by_length(call, inputs, dk, tiles, processors, tape)
-    tiles_n = -(-p.seqlen_k // tile.block_n)
+        return _by_length(call, inputs, x, tiles, processors, tape, of_rows)
+    number = -(-length // tiles.block_m)
     if variant.plan is not None:
-        return by_plan(variant.plan, (p.batch, p.heads_kv, tiles_n), processors)
+        return by_plan(variant.plan, (p.batch, tiles.heads, number), processors)
     left, right = call.sizes[3:]
-    seen = Bounds(p.seqlen_k, p.seqlen_q, -int(p.offset(p.seqlen_q, p.seqlen_k)), right, left)
-    bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
-    together = max(1, _L2 // bytes_of_pair, -(-processors // tiles_n))
-    dealt = deal(seen, tile.block_n, tile.block_m, p.batch * p.heads_kv, processors, p.device, together)
+    off = int(p.offset(p.seqlen_q, p.seqlen_k))
+    seen = Bounds(length, others, off, left, right) if of_rows else Bounds(length, others, -off, right, left)
+    together = 0
+    if not of_rows:
+        bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
+        together = max(1, _L2 // bytes_of_pair, -(-processors // number))
+    dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, processors, p.device, together)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 
@@ -179,10 +208,11 @@ def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: Tile
 
 
 def _gather(
-    call: Call, inputs: Inputs, do: torch.Tensor, stats: Stats, result: dict[str, torch.Tensor], tape: Tape
-) -> None:
+    call: Call, inputs: Inputs, do: torch.Tensor, sums: tuple[Stats, torch.Tensor], result: dict[str, torch.Tensor],
+    tape: Tape,
+) -> None:  # fmt: skip
     """dk, dv and the sum of dq."""
-    p, tile = call.problem, tile_of(call.problem)
+    p, tile, (stats, dq_sum) = call.problem, tile_of(call.problem), sums
     variant, extra = call.variant(tile, transposed=True)
     band = call.sizes[3:]
     shape = _shape(p, variant, band, tile)
@@ -195,7 +225,7 @@ def _gather(
         launch.descriptor(k, tile.block_n, d),
         launch.descriptor(v, tile.block_n, d_v),
         launch.descriptor(do, tile.block_m, d_v),
-        _sum_descriptor(stats.dq_sum, tile.block_m),
+        _sum_descriptor(dq_sum, tile.block_m),
         _line(stats.lse2, tile.block_m),
         _line(stats.delta, tile.block_m),
         result["k"],
@@ -218,3 +248,43 @@ def _gather(
         tile.num_stages,
     )
     tape.launch(backward_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS)
+
+
+def _gather_one(
+    name: str, call: Call, inputs: Inputs, do: torch.Tensor, stats: Stats, grad: torch.Tensor, tape: Tape
+) -> None:
+    """dq, dk or dv."""
+    p, tile, of_rows = call.problem, tile_of(call.problem, "d" + name), name == "q"
+    variant, extra = call.variant(tile, transposed=not of_rows)
+    shape = _shape(p, variant, call.sizes[3:], tile)
+    listed = _listed(call, variant, inputs, grad, tile, tape, of_rows)
+    d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
+    q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
+    rows = launch.descriptor(q, tile.block_m, d), launch.descriptor(do, tile.block_m, d_v)
+    keys = launch.descriptor(k, tile.block_n, d), launch.descriptor(v, tile.block_n, d_v)
+    lines: tuple[Any, ...] = (stats.lse2, stats.delta)
+    if not of_rows:
+        lines = tuple(_line(x, tile.block_m) for x in lines)
+    lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)
+    tiles = -(-p.seqlen_q // tile.block_m) if of_rows else -(-p.seqlen_k // tile.block_n)
+    arguments = (
+        *(rows + keys if of_rows else keys + rows),
+        *lines,
+        grad,
+        listed.table,
+        p.softmax_scale * math.log2(math.e),
+        1.0 if name == "v" else p.softmax_scale,
+        listed.rounds,
+        stats.lse2.shape[-1],
+        tiles,
+        p.heads_q if of_rows else p.heads_kv,
+        p.group_size,
+        int(p.offset(*lengths)),
+        *call.sizes[3:],
+        *lengths,
+        variant,
+        extra,
+        shape,
+        name,
+    )
+    tape.launch(apart_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS)

@@ -17,6 +17,7 @@ class Shape(NamedTuple):
 
     WARPS of the consumers together; DQ_STAGES tiles of dq on their way to memory. PACKED: sequences are members of a
     packed call. CLEAN: keys that some row does not see may be NaN.
+    STACK: as for the forward pass, which always is 1 here.
     """
 
     BLOCK_M: Any
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
     DQ_STAGES: Any
     PACKED: Any
     CLEAN: Any
+    STACK: Any = gl.constexpr(1)
 
 
 class Span(NamedTuple):

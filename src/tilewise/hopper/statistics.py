@@ -36,7 +36,7 @@ def row_kernel(
 ):  # fmt: skip
     """``delta = rowsum(do o) - dlse``, and the lse in base 2, +inf for rows that see nothing: their p is then 0.
 
-    Programs: (batch, head, block of rows). `dq_sum` fp32 [B, Hq, rows, WIDTH] becomes 0.
+    Programs: (batch, head, block of rows). `dq_sum` fp32 [B, Hq, rows, WIDTH] becomes 0, if there is one.
     """
     blocks = tl.cdiv(rows, BLOCK)
     pid = tl.program_id(0)
@@ -55,9 +55,10 @@ def row_kernel(
     lse_rows = tl.load(lse + pair.to(tl.int64) * rows + offs, mask=inside, other=0.0) * LOG2E
     tl.store(lse2 + stat, tl.where(lse_rows == float("-inf"), float("inf"), lse_rows), mask=inside)
     tl.store(delta + stat, total, mask=inside)
-    first = (pair.to(tl.int64) * rows + offs) * WIDTH
-    zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
-    tl.store(dq_sum + first[:, None] + tl.arange(0, WIDTH)[None, :], zeros, mask=inside[:, None])
+    if dq_sum is not None:
+        first = (pair.to(tl.int64) * rows + offs) * WIDTH
+        zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
+        tl.store(dq_sum + first[:, None] + tl.arange(0, WIDTH)[None, :], zeros, mask=inside[:, None])
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
