@@ -25,7 +25,6 @@ CAPTURED: dict[str, Callable[[Draw, int], Call]] = {
     "plain": lambda d, turn: CALLS["plain"](d),
     "causal": lambda d, turn: CALLS["causal"](d),
     "interval": lambda d, turn: CALLS["interval"](d),
-    "interval": lambda d, turn: CALLS["interval"](d),
     "packed": lambda d, turn: packed(d, *LENGTHS[turn], causal=True),
     "dropout": seeded,
 }
