@@ -305,6 +305,27 @@ def test_what_is_not_finite_is_found_by_its_exponent(dtype: torch.dtype) -> None
         assert torch.equal(cleaned >> other - 15 & 0xFFFF, words >> other - 15 & 0xFFFF)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_times_zero_only_what_is_not_finite_is_nan(dtype: torch.dtype) -> None:
+    """The arithmetic of `scores.sum_of_zeros`, with every number of 16 bits in each of its places but the last."""
+    numbers = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    zeros = torch.zeros_like(numbers)
+    for at in range(4):
+        a, b, c, d = (numbers if place == at else zeros for place in range(4))
+        t, u = a * 0 + b, c * 0 + d
+        found = (t * 0 + u) * 0 + zeros
+        marks = found.view(torch.int16) & 0x7FFF
+        assert torch.equal(marks != 0, ~numbers.isfinite())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_one_role_looks_for_what_is_not_finite(elsewhere: None, options: dict[str, Any]) -> None:
+    """Where there is a mask, the looker's instructions are there, and once: no consumer has them."""
+    kernel = compiled(64, **options)
+    # A tile of 128 keys of 64 columns: two numbers a word, for 64 threads.
+    assert kernel.ptx.count("fma.rn.bf16x2") == (128 * 64 // 2 // 64 if options else 0)
+
+
 @pytest.mark.parametrize("keep", [1, 2, 0x7FFF, 0x8000, 0x8001, 58982, 0xFFFF])
 def test_dropout_compares_both_halves_of_a_word_at_once(keep: int) -> None:
     """The arithmetic of `scores.at_least` in numbers of 32 bits, for every half beside others."""

@@ -1,10 +1,10 @@
 """Forward on Hopper: ``o = softmax(s) v`` and ``lse = log sum exp s``, FlashAttention-3's pipeline in Gluon.
 
-One warp loads (TMA), two or three warpgroups compute, each 64 rows of the tile. Within a warpgroup the product
-``S_j = Q K_jᵀ`` runs beside the softmax of S_{j-1} and ``O += P_{j-1} V_{j-1}`` (FlashAttention-3, Shah et al., 2024,
-Algorithms 1 and 2), and warpgroups take turns. The softmax goes by a standing reference (see `step`) instead of a
-running maximum. The grid is persistent: `schedule` deals the tiles to programs, the longest first, and Q of a program's
-next tile is loaded while it still computes the last.
+One warp loads (TMA), two or three warpgroups compute, each 64 rows of the tile, and where there is a mask, two warps
+look for what is not finite in v. Within a warpgroup the product ``S_j = Q K_jᵀ`` runs beside the softmax of S_{j-1} and
+``O += P_{j-1} V_{j-1}`` (FlashAttention-3, Shah et al., 2024, Algorithms 1 and 2), and warpgroups take turns. The
+softmax goes by a standing reference (see `step`) instead of a running maximum. The grid is persistent: `schedule` deals
+the tiles to programs, the longest first, and Q of a program's next tile is loaded while it still computes the last.
 
 HBM: reads q once and k, v once per tile of rows (mostly from L2), writes o and lse.
 
@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..kernels.score import Variant
 from . import scores
 from .epilogue import store
-from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, tma_load
+from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, specialize, tma_load
 from .products import add, added, as_operand, marred, multiply, packed, scaled
-from .scores import each_row, score_layout, unit_of
+from .scores import LOOKERS, each_row, score_layout, unit_of
 from .work import (
     Band,
     Work,
@@ -32,6 +32,7 @@ from .work import (
     first_key,
     first_row,
     heads_of,
+    is_masked,
     key_of,
     low,
     own,
@@ -67,12 +68,14 @@ class Consumers(NamedTuple):
     """How consumers agree.
 
     `turns` [consumers, 1] are the barriers by which their matrix products alternate; `flags` int32 [consumers, 4] has
-    a word for each warp of a consumer; `agreement` is for what all of them change (see `scores`).
+    a word for each warp of a consumer; `agreement` is for what all of them change, and `findings` what they need not
+    look for (see `scores`).
     """
 
     turns: Any
     flags: Any
     agreement: Any
+    findings: Any
 
 
 @gluon.jit
@@ -100,6 +103,33 @@ def load(io, q, k, v, band, work, variant, extra, shape):
                 row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
                 produce(k, io.k_desc, [b, row, head, 0], i)
                 produce(v, io.v_desc, [b, row, head, 0], i)
+                i += 1
+        t = upcoming
+
+
+@gluon.jit
+def look(v, findings, band, work, variant, shape):
+    """The looker: finds what is not finite in the values of masked tiles, so that consumers need not look themselves.
+
+    It takes every use in the producer's order and releases it as a consumer does, so no barrier is more than one phase
+    from what is waited for, and parity tells. It waits for uses to land alone, which takes releases of uses at least
+    STAGES before; a consumer that waits for its word, on a use that has landed, has yet to release that use and the one
+    before: with two stages or more, nothing that the looker waits for waits for that consumer.
+    """
+    i = 0
+    t = dealt(work, 0, shape)
+    for n in range(rounds_of(work, shape)):
+        upcoming = dealt(work, n + 1, shape)
+        if t >= 0:
+            seq, m0, keys = sequence_of(t, band, work, shape)
+            tile = tile_of(seq, m0, keys, band, variant, shape)
+            for d in range(tile.hi - tile.lo):
+                v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
+                stage = i % v.STAGES
+                if is_masked(tile, tile.hi - 1 - d):
+                    scores.inspect(v_smem, findings.marks.index(stage))
+                mbarrier.arrive(findings.done.index(stage), count=1)
+                release(v, i)
                 i += 1
         t = upcoming
 
@@ -135,13 +165,13 @@ def hidden(s, seq, tile, rows, j, band, variant, extra, shape):
 
 
 @gluon.jit
-def poisoned(v, i, seq, tile, rows, j, agreement, band, variant, extra, shape, W: gl.constexpr):
+def poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape, W: gl.constexpr):
     """NaN for rows that see something in v (use i of its ring) which is not finite, else 0; v has none any more."""
     poison = each_row(rows, 0.0)
     if shape.CLEAN:
         v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
-        if scores.has_strange(v_smem):
-            strange = scores.clean(v_smem, agreement, W)
+        if scores.marked(consumers.findings, i, v.STAGES):
+            strange = scores.clean(v_smem, consumers.agreement, W)
             # Asked again: kept from the mask, the answers would cost registers in every tile.
             seen = seen_keys(seq, tile, rows, j, band, variant, extra, shape) & strange[None, :]
             poison = gl.where(gl.max(seen.to(gl.int32), 1) > 0, float("nan"), 0.0)
@@ -204,11 +234,11 @@ def step(
     s = modified(s, shift, seq, tile, rows, j, slope, band, variant, extra, shape, False)
     poison = each_row(rows, 0.0)
     # One loop with a branch: of two loops, the second would unpack the 16-bit operand that it takes over.
-    masked = (j >= tile.full_hi) | (j < tile.full_lo)
+    masked = is_masked(tile, j)
     if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
         if masked:
             s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
-            poison = poisoned(v, i, seq, tile, rows, j, consumers.agreement, band, variant, extra, shape, W)
+            poison = poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape, W)
     if variant.fold:
         s = scores.exponents(s, scale, shift)
     p = gl.exp2(s)
@@ -266,18 +296,20 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     tail = 0
     if shape.DV_HIGH != 0:
         tail = gl.zeros([64, shape.DV_HIGH], gl.float32, score_layout(shape.DV_HIGH))
-    if (top >= tile.full_hi) | (top < tile.full_lo):
+    if is_masked(tile, top):
         s = hidden(s, seq, tile, rows, top, band, variant, extra, shape)
-        if shape.CLEAN:
-            poison = poisoned(v, i, seq, tile, rows, top, consumers.agreement, band, variant, extra, shape, W)
-            acc = marred(acc, poison)
-            if shape.DV_HIGH != 0:
-                tail = marred(tail, poison)
     unit = unit_of(io.qk_scale, variant)
     scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
     p = gl.exp2(scores.exponents(s, scale, safe))
     p32 = packed(p, io.q_desc.dtype)
     p32 = kept(p32, dropped(p32, seq, tile, rows, top, key, work, variant, shape), variant)
+    if shape.CLEAN:
+        # Last of all: the values land after the keys, and then the looker begins.
+        if is_masked(tile, top):
+            poison = poisoned(v, i, seq, tile, rows, top, consumers, band, variant, extra, shape, W)
+            acc = marred(acc, poison)
+            if shape.DV_HIGH != 0:
+                tail = marred(tail, poison)
     state = acc, tail, p32, scale, shift, scores.partial_sums(p)
     last = tile.hi - tile.lo
     for d in range(1, last):
@@ -333,38 +365,30 @@ def roles(
     Q_STAGES: gl.constexpr = 2 if shape.BLOCK_D + shape.BLOCK_DV <= 256 else 1
     q = make_ring(q_desc, Q_STAGES, shape.CONSUMERS, shape.CONSUMERS)
     k = make_ring(k_desc, STAGES, shape.CONSUMERS)
-    v = make_ring(v_desc, STAGES, shape.CONSUMERS)
-    agreement = q.full
+    # The looker releases values too.
+    v = make_ring(v_desc, STAGES, shape.CONSUMERS + shape.CLEAN)
+    agreement, findings = q.full, q.full
     if shape.CLEAN:
         agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
+        findings = scores.make_findings(STAGES)
     flags = gl.allocate_shared_memory(gl.int32, [shape.CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    consumers = Consumers(make_turns(shape.CONSUMERS), flags, agreement)
+    consumers = Consumers(make_turns(shape.CONSUMERS), flags, agreement, findings)
     o_smem = q.tiles
     if not shape.SHARED_O and not shape.DIRECT_O:
         o_smem = gl.allocate_shared_memory(q_desc.dtype, [shape.CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
     fence_async_shared()
     io = Io(q_desc, k_desc, v_desc, o_desc, o, lse, stat_rows, sinks, qk_scale, o_smem)
-    if shape.CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 0)),
-                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 1)),
-                (load, (io, q, k, v, band, work, variant, extra, shape)),
-            ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 0)),
-                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 1)),
-                (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 2)),
-                (load, (io, q, k, v, band, work, variant, extra, shape)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
-        )
+    specialize(
+        [
+            (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 0)),
+            (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 1)),
+            (compute, (io, q, k, v, consumers, band, work, variant, extra, shape, 2)),
+            (load, (io, q, k, v, band, work, variant, extra, shape)),
+            (look, (v, findings, band, work, variant, shape)),
+        ],
+        [4, 4 * (shape.CONSUMERS - 2), 1, LOOKERS * shape.CLEAN],
+        [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+    )
 
 
 @gluon.jit(do_not_specialize=["rounds", "tiles_m", "heads", "group", "off", "left", "right", "len_q", "len_k"])

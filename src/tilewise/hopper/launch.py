@@ -24,6 +24,8 @@ _LONG = 4096
 GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
 _REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
+# Where a looker shares the producer's: it waits for several loads at once, and consumers of narrow values spare a few.
+_LOOKING = (40, 232)
 
 
 def block(head_dim: int) -> int:
@@ -107,10 +109,12 @@ def sizes(problem: Problem, tile: TileConfig) -> tuple[int, ...]:
     return (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256, *map(high, dims))
 
 
-def compile_time(tile: TileConfig) -> tuple[int, int, int]:
+def compile_time(tile: TileConfig, shape: Shape) -> tuple[int, int, int]:
     """What kernels take behind their shape: stages, registers of the producer and of consumers."""
-    producer_regs, consumer_regs, _ = _REGISTERS[tile.block_m // ROWS]
-    return tile.num_stages, producer_regs, consumer_regs
+    registers = _REGISTERS[tile.block_m // ROWS][:2]
+    if shape.CLEAN.value and shape.CONSUMERS.value == 2 and shape.BLOCK_DV.value < 256:
+        registers = _LOOKING
+    return tile.num_stages, *registers
 
 
 def entry_registers(tile: TileConfig) -> int:
@@ -130,6 +134,7 @@ def plan(problem: Problem) -> Plan | None:
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
     clean = {"CLEAN": gl.constexpr(band.left is not None or band.right is not None)}
+    shape = Shape(*map(gl.constexpr, sizes(problem, tile)), **clean)
     return Plan(
         slice(first, last),
         tile.block_n,
@@ -137,8 +142,8 @@ def plan(problem: Problem) -> Plan | None:
         dealt,
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
-        Shape(*map(gl.constexpr, sizes(problem, tile)), **clean),
-        compile_time(tile),
+        shape,
+        compile_time(tile, shape),
         entry_registers(tile),
     )
 

@@ -37,6 +37,20 @@ def tma_add(desc, coord, tile, _semantic=None):
     return _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, where, tile.handle)
 
 
+@builtin
+def specialize(roles, warps, registers, _semantic=None, _generator=None):
+    """`gl.warp_specialize`, where a role after the first that has no warps does not exist."""
+    warps, registers = ([int(n) for n in numbers] for numbers in (warps, registers))
+    there = [i for i, n in enumerate(warps) if n]
+    gl.warp_specialize(
+        [roles[0], *(roles[i + 1] for i in there)],
+        [warps[i] for i in there],
+        [registers[i] for i in there],
+        _semantic=_semantic,
+        _generator=_generator,
+    )
+
+
 class Ring(NamedTuple):
     """Tiles in shared memory [STAGES, ...] and their barriers [STAGES, 1]."""
 

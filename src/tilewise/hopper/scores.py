@@ -233,12 +233,12 @@ def any_warp(flags_smem):
 
 
 @gluon.jit
-def piece(v_smem, row, part):
-    """Some rows of a tile of v from `row` on, and of their columns a part, as numbers of 32 bits."""
+def piece(v_smem, row, part, HEIGHT: gl.constexpr = _PIECE):
+    """HEIGHT rows of a tile of v from `row` on, and of their columns a part, as numbers of 32 bits."""
     ROWS: gl.constexpr = v_smem.shape[0]
     WORDS: gl.constexpr = v_smem.shape[1] // 2
     words_smem = reinterpret(v_smem, gl.int32, [ROWS, WORDS], gl.NVMMASharedLayout(128, 32, rank=2))
-    return words_smem.slice(row, _PIECE, dim=0).slice(part * _PIECE, _PIECE, dim=1)
+    return words_smem.slice(row, HEIGHT, dim=0).slice(part * _PIECE, _PIECE, dim=1)
 
 
 @gluon.jit
@@ -249,22 +249,87 @@ def strange_signs(words, dtype: gl.constexpr):
 
 
 @gluon.jit
-def strange_in(v_smem, row, found):
-    """`found`, and beside other bits the signs of what is not finite in some rows of a tile of v, each where it is."""
+def strange_in(v_smem, row):
+    """Beside other bits, the signs of what is not finite in some rows of a tile of v, each where it is."""
     PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
+    found = gl.zeros([_PIECE, _PIECE], gl.int32, word_layout())
     for part in gl.static_range(PARTS):
         found = found | strange_signs(piece(v_smem, row, part).load(word_layout()), v_smem.dtype)
     return found
 
 
+class Findings(NamedTuple):
+    """What the looker found in the tiles of v, by stage of its ring.
+
+    `done` are barriers [STAGES, 1]; `marks`, int32 [STAGES, warps], are not 0 where a tile holds what is not finite.
+    """
+
+    done: Any
+    marks: Any
+
+
+# Warps that look.
+LOOKERS = gl.constexpr(2)
+
+
 @gluon.jit
-def has_strange(v_smem):
-    """Whether a tile of v holds anything that is not finite."""
+def make_findings(STAGES: gl.constexpr):
+    """Findings about a ring of so many stages."""
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(done.index(stage), count=1)
+    return Findings(done, gl.allocate_shared_memory(gl.int32, [STAGES, LOOKERS], gl.SwizzledSharedLayout(1, 1, 1, [0])))
+
+
+@gluon.constexpr_function
+def looking_layout():
+    """Registers of the looker's part of v: 16 bytes at a time, four rows a warp."""
+    return gl.BlockedLayout([1, 4], [4, 8], [LOOKERS.value, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def sum_of_zeros(dtype):
+    """PTX: the halves of $0 are NaN where those of $1 to $5 are not all finite, for nothing else is NaN times 0.
+
+    Else they are 0 if those of $5 are. One register gathers all: few are left to wait for loads with.
+    """
+    fma = f"fma.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}"
+    start = "{ .reg .b32 t, u, zero; mov.b32 zero, 0;"
+    return f"{start} {fma} t, $1, zero, $2; {fma} u, $3, zero, $4; {fma} t, t, zero, u; {fma} $0, t, zero, $5; }}"
+
+
+@gluon.jit
+def inspect(v_smem, marks_smem):
+    """Leave a mark for each warp that finds in a tile of v what is not finite."""
     ROWS: gl.constexpr = v_smem.shape[0]
-    found = gl.zeros([_PIECE, _PIECE], gl.int32, word_layout())
-    for row in gl.static_range(0, ROWS, _PIECE):
-        found = strange_in(v_smem, row, found)
-    return (gl.reduce_or(gl.reduce_or(found, 1), 0) & _SIGNS) != 0
+    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
+    STRIP: gl.constexpr = 4 * LOOKERS
+    INSTRUCTIONS: gl.constexpr = sum_of_zeros(v_smem.dtype)
+    zeros = gl.zeros([STRIP, _PIECE], gl.int32, looking_layout()).reshape([STRIP, _PIECE // 4, 2, 2])
+    found, _ = gl.split(gl.split(zeros)[0])
+    for row in gl.static_range(0, ROWS, STRIP):
+        for part in gl.static_range(PARTS):
+            words = piece(v_smem, row, part, STRIP).load(looking_layout())
+            even, odd = gl.split(words.reshape([STRIP, _PIECE // 4, 2, 2]))
+            w0, w2 = gl.split(even)
+            w1, w3 = gl.split(odd)
+            found = gl.inline_asm_elementwise(
+                INSTRUCTIONS, "=r,r,r,r,r,r", [w0, w1, w2, w3, found], dtype=gl.int32, is_pure=True, pack=1
+            )
+    # What was finite has left zeros of either sign.
+    marks_smem.store(gl.reduce_or((found & ~_SIGNS).reshape([LOOKERS, _PIECE]), 1))
+
+
+@gluon.jit
+def marked(findings, i, STAGES: gl.constexpr):
+    """Whether use i of the ring of v holds what is not finite; waits for the looker.
+
+    Only once it has landed: until then the looker may not even have spoken of the use before it in that stage.
+    """
+    stage = i % STAGES
+    mbarrier.wait(findings.done.index(stage), (i // STAGES) & 1)
+    EVERY: gl.constexpr = gl.BlockedLayout([LOOKERS], [32], [4], [0])
+    return gl.max(findings.marks.index(stage).load(EVERY), 0) != 0
 
 
 class Agreement(NamedTuple):
@@ -318,8 +383,7 @@ def clean(v_smem, agreement, W: gl.constexpr):
     PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
     flags_smem = agreement.flags.index(W)
     for row in gl.static_range(0, ROWS, _PIECE):
-        found = strange_in(v_smem, row, gl.zeros([_PIECE, _PIECE], gl.int32, word_layout()))
-        flags_smem.slice(row, _PIECE).store(gl.reduce_or(found, 1) & _SIGNS)
+        flags_smem.slice(row, _PIECE).store(gl.reduce_or(strange_in(v_smem, row), 1) & _SIGNS)
     agree(agreement, W)
     for row in gl.static_range(0, ROWS, _PIECE):
         for part in gl.static_range(PARTS):

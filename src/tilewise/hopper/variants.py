@@ -214,7 +214,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
             variant,
             extra,
             shape,
-            *launch.compile_time(tile),
+            *launch.compile_time(tile, shape),
         )
         tape.launch(variant_kernel, listed.programs, arguments, num_warps=4, maxnreg=launch.entry_registers(tile))
     return out, lse

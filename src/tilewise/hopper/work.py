@@ -212,6 +212,12 @@ def tile_of(seq, m0, keys, band, variant, shape):
 
 
 @gluon.jit
+def is_masked(tile, j):
+    """Whether some rows may not see all keys of the j-th key tile."""
+    return (j >= tile.full_hi) | (j < tile.full_lo)
+
+
+@gluon.jit
 def first_key(tile, j, variant, shape):
     """The first key of the j-th key tile to visit."""
     if variant.plan is not None:
