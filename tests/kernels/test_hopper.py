@@ -202,10 +202,10 @@ def test_how_many_heads_share_a_tile() -> None:
 
 
 def test_absent_options_cost_nothing(elsewhere: None) -> None:
-    """Where no more is asked than an output that TMA cannot store, the loop is the plain kernel's."""
+    """Where no more is asked than an output that TMA cannot store, the loop is no longer than the plain kernel's."""
     kernels = [compiled(64, **options) for options in ({}, {"out_dtype": torch.float32})]
     plain, other = (max(map(len, loops_of(kernel, 64))) for kernel in kernels)
-    assert plain == other
+    assert other <= plain
 
 
 def test_head_dims_between_are_filled_with_zeros() -> None:
@@ -367,7 +367,7 @@ def test_the_order_of_a_plan_has_every_tile_once(elsewhere: None) -> None:
     problem, inputs = posed_call((64, 64), mask=tilewise.BlockMask(active, 128, 128))
     call = prepare_records(problem, inputs)
     variant, _ = call.variant(launch.tile_of(problem))
-    listed = variants._by_plan(variant.plan, call, variants.Tiles(4, 128, 128), 7)
+    listed = variants.by_plan(variant.plan, (2, 4, 5), 7)
     numbers = listed.table[listed.table >= 0]
     assert listed.table.shape == (listed.rounds + 1, 7) and sorted(numbers.tolist()) == list(range(2 * 4 * 5))
     lengths = active.sum(-1).flatten()
