@@ -50,7 +50,7 @@ def posed(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:  # noqa: F811
+def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:  # noqa: F811 - a fixture
     attend = _triton.bind_cache(posed(name)[0])
     calls, launches = [], []
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:
     assert [named(x, calls[2]) for x in replayed] == want
 
 
-def test_values_inside_the_keys_have_a_kernel_of_their_own(machine: Machine) -> None:  # noqa: F811
+def test_values_inside_the_keys_have_a_kernel_of_their_own(machine: Machine) -> None:  # noqa: F811 - a fixture
     """Calls with equal shapes and strides, values apart from the keys or in them, do not share a replay."""
     latent = torch.randn(2, 64, 1, 96).bfloat16()
     apart = torch.randn(2, 64, 1, 96).bfloat16()

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from . import cache, rotary
-from .cache import Limits
-from .decode import PER_ITEM, PER_PAGE
+from .cache import PER_ITEM, PER_PAGE, Limits
 
 # The largest value of e4m3; beyond it comes NaN.
 _LARGEST = tl.constexpr(448.0)

@@ -23,6 +23,9 @@ class Slots(NamedTuple):
     cu_q: Any
 
 
+# How an fp8 cache is scaled, where it is: a scale of a whole item, or of each page.
+PER_ITEM = tl.constexpr(1)
+PER_PAGE = tl.constexpr(2)
 # Parameters of kernels that become `Limits`, none of which is to compile anything anew.
 LIMITS = ["batch", "seqlen_q", "total_q", "seqlen_new", "capacity", "cache_rows", "table_row", "tree_batch"]
 

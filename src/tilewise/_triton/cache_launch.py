@@ -20,6 +20,7 @@ from ..masks import Full
 from ..problem import Inputs
 from ..tiles import TileConfig
 from . import append, combine, decode, decode_plan, launch
+from . import cache as cache_slots
 from .cache import Scales, Slots
 from .decode import Parts, Shape
 from .device import Rows
@@ -120,8 +121,8 @@ class Launch:
     @property
     def scale_kinds(self) -> tuple[Any, Any]:
         static = self.problem.static
-        kinds: dict[Any, Any] = {None: tl.constexpr(0), PER_PAGE: decode.PER_PAGE}
-        return kinds.get(static.k_scale, decode.PER_ITEM), kinds.get(static.v_scale, decode.PER_ITEM)
+        kinds: dict[Any, Any] = {None: tl.constexpr(0), PER_PAGE: cache_slots.PER_PAGE}
+        return kinds.get(static.k_scale, cache_slots.PER_ITEM), kinds.get(static.v_scale, cache_slots.PER_ITEM)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -162,13 +163,13 @@ def shape(call: Launch) -> Shape:
     own = _TYPES[attention.dtype]
     # An fp8 cache is multiplied in fp16, which holds e4m3 exactly; scaled values may need the range of q's own dtype.
     product = tl.float16 if problem.quantized and attention.dtype != torch.float32 else own
-    value = own if kinds[1] is decode.PER_PAGE else product
+    value = own if kinds[1] is cache_slots.PER_PAGE else product
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
         attention.packed, attention.head_dim, attention.head_dim_v, *blocks, launch.block(attention.head_dim_v),
         tile.block_m, tile.block_n, page, whole, one, _alike(call.inputs),
     )  # fmt: skip
-    scaled = product != own or kinds[0] is decode.PER_ITEM
+    scaled = product != own or kinds[0] is cache_slots.PER_ITEM
     lanes = tile.block_n if tile.block_m < _WIDE else 1
     given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, (product, value, scaled, lanes)))
     return Shape._make(given)

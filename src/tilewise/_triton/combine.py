@@ -16,8 +16,8 @@ import triton.language as tl
 from ..kernels.score import LN2, LOG2E
 from . import cache, decode_plan
 from .cache import Limits
-from .decode import stat_at
 from .decode_plan import BALANCED, Work
+from .packed_rows import stat_at
 
 # Partials that are merged in one go.
 _PIECES = tl.constexpr(16)

@@ -21,8 +21,8 @@ import triton.language as tl
 
 from ..kernels import score
 from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
-from . import cache, decode_plan, device, rotary
-from .cache import Limits
+from . import cache, decode_plan, device, packed_rows
+from .cache import PER_ITEM, PER_PAGE, Limits
 from .decode_plan import Work
 
 # With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
@@ -31,8 +31,6 @@ REACH = tl.constexpr(86.0)
 # Weights in fp16 are 2**8 times as large, and the largest of a row must be in this range.
 SHIFT_FP16 = tl.constexpr(8.0)
 LOW_FP16, HIGH_FP16 = tl.constexpr(-4.0), tl.constexpr(15.0)
-PER_ITEM = tl.constexpr(1)
-PER_PAGE = tl.constexpr(2)
 
 
 class Shape(NamedTuple):
@@ -81,18 +79,6 @@ class Parts(NamedTuple):
     out: Any
     lse: Any
     cuts: Any
-
-
-class Tiles(NamedTuple):
-    """The packed rows of an item: both parts of q, what products with it are to be multiplied by, and row numbers.
-
-    `rest` counts if BLOCK_REST is not 0, `factor` if FACTOR is set: a record made in a kernel holds no None.
-    """
-
-    main: Any
-    rest: Any
-    factor: Any
-    rows: Any
 
 
 class Span(NamedTuple):
@@ -298,56 +284,6 @@ def walk(
 
 
 @triton.jit
-def factor_of(main, rest):
-    """A power of two for each row of q, by which its elements are at most 2 in size."""
-    peak = tl.maximum(tl.max(tl.abs(main.to(tl.float32)), 1), tl.max(tl.abs(rest.to(tl.float32)), 1))
-    whole = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    # Not where it, or its reciprocal, is 0 or infinite.
-    return tl.where((whole > 1e-30) & (whole < 1e30), whole, 1.0)
-
-
-@triton.jit
-def item_scale(ptr, row, head, seq, h):
-    """The scale of a sequence and key head."""
-    return tl.load(ptr + seq.b.to(tl.int64) * row + h * head)
-
-
-@triton.jit
-def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits, shape):
-    """The rows of q of an item, rotated, and scaled down where products are in fp16 and q is not."""
-    seq = group.seq
-    inside = packed < seq.len_q * shape.GROUP
-    i = packed // shape.GROUP
-    base = q.ptr + seq.b.to(tl.int64) * q.batch + seq.q_start * q.seq
-    rows = i.to(tl.int64) * q.seq + heads.to(tl.int64) * q.head
-    if rope.cos is None:
-        main = cache.load_tile(base, rows, inside, 0, shape.HEAD_DIM, shape.BLOCK_MAIN, True)
-    else:
-        used = cache.slots_in_use(slots, seq.b, limits)
-        new = seq.k_start + seq.len_k - used
-        at = rotary.first_position(rope, seq.b, used) + new - seq.len_q + i
-        main = rotary.load_rotated(
-            base, rows, inside, at, rope_length, rope, 0, shape.HEAD_DIM, shape.BLOCK_MAIN
-        )  # fmt: skip
-    rest = main
-    if shape.BLOCK_REST > 0:
-        if rope.cos is None:
-            rest = cache.load_tile(base, rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, True)
-        else:
-            rest = rotary.load_rotated(
-                base, rows, inside, at, rope_length, rope, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST
-            )  # fmt: skip
-    factor = tl.full([shape.BLOCK_M], 1.0, tl.float32)
-    if main.dtype != shape.K_TYPE:
-        factor = factor_of(main, rest)
-        main = (main.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
-        rest = (rest.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
-    if shape.K_SCALES == PER_ITEM:
-        factor *= item_scale(scales.k, scales.k_row, scales.k_head, seq, h)
-    return Tiles(main, rest, factor, i[:, None])
-
-
-@triton.jit
 def true_state(sink, variant, shape):
     """The state before the first tile; a sink is a key with value 0 that every row has already seen."""
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
@@ -430,45 +366,6 @@ def compute(
     return o, lse
 
 
-@triton.jit
-def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, stat_rows, shape):
-    """A whole item's rows to the output, another piece's to its slot."""
-    i = packed // shape.GROUP
-    d = tl.arange(0, shape.BLOCK_DV)
-    inside = packed < seq.len_q * shape.GROUP
-    real = inside[:, None] & (d < shape.HEAD_DIM_V)[None, :]
-    if slot < 0:
-        base = out.ptr + seq.b.to(tl.int64) * out.batch + seq.q_start * out.seq
-        rows = i.to(tl.int64) * out.seq + heads.to(tl.int64) * out.head
-        tl.store(base + rows[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=real)
-        tl.store(lse + stat_at(seq, heads, i, stat_rows, shape), lse_tile, mask=inside)
-    else:
-        rows = slot.to(tl.int64) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
-        tl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], o, mask=real)
-        tl.store(parts.lse + rows, lse_tile, mask=inside)
-
-
-@triton.jit
-def stat_at(seq, heads, i, stat_rows, shape):
-    """Where the LSE of rows is: [B, Hq, stat_rows], or ragged [Hq, stat_rows]."""
-    head = heads.to(tl.int64)
-    if not shape.RAGGED:
-        head += seq.b.to(tl.int64) * shape.HEADS
-    return head * stat_rows + seq.q_start + i
-
-
-@triton.jit
-def clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape):
-    """Rows of a ragged q that belong to no sequence are 0, with LSE -inf."""
-    d = tl.arange(0, shape.BLOCK_DV)
-    end = cache.clamp(tl.load(slots.cu_q + limits.batch), 0, limits.total_q).to(tl.int32)
-    for row in range(end + program, limits.total_q, programs):
-        for head in range(shape.HEADS):
-            at = out.ptr + tl.cast(row, tl.int64) * out.seq + head * out.head
-            tl.store(at + d, tl.zeros_like(d).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
-            tl.store(lse + tl.cast(head, tl.int64) * stat_rows + row, float("-inf"))
-
-
 @triton.jit(
     do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"],
     do_not_specialize_on_alignment=["sinks"],
@@ -504,7 +401,7 @@ def decode_kernel(
                 group.seq.b, heads[:, None], group.seq.q_start, group.seq.k_start, group.seq.len_q, group.seq.len_k,
                 group.seq.off,
             )  # fmt: skip
-            tiles = load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits, shape)
+            tiles = packed_rows.load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits, shape)
             sink = None
             if sinks is not None:
                 # Counted once, with an item's first keys.
@@ -516,8 +413,8 @@ def decode_kernel(
                 phi,
             )  # fmt: skip
             if shape.V_SCALES == PER_ITEM:
-                o = o * item_scale(scales.v, scales.v_row, scales.v_head, seq, h)
-            store_rows(out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, stat_rows, shape)
+                o = o * packed_rows.item_scale(scales.v, scales.v_row, scales.v_head, seq, h)
+            packed_rows.store_rows(out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, stat_rows, shape)
             if piece.is_first & (piece.slot >= 0):
                 cut_group = g
                 cut_head = h
@@ -531,4 +428,4 @@ def decode_kernel(
         tl.store(parts.cuts + program * 4 + 1, cut_head)
         tl.store(parts.cuts + program * 4 + 2, cut_pieces)
     if shape.RAGGED:
-        clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape)
+        packed_rows.clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape)

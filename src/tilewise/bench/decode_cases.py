@@ -205,7 +205,8 @@ def error(case: DecodeCase, data: DecodeData, out: Tensor) -> float:
     for b, h in ((0, 0), (case.batch - 1, case.heads_kv - 1)):
         heads = slice(h * group, (h + 1) * group)
         k, v = (x[None, :, None] for x in gathered(case, data, b, h))
-        truth = reference.attention(data.q[b : b + 1, :, heads].double(), k, v, causal=case.rows > 1)
+        rows, seqlens = data.q[b : b + 1, :, heads].double(), data.seqlens[b : b + 1]
+        truth = reference.attention_with_kvcache(rows, k, v, cache_seqlens=seqlens, causal=case.rows > 1)
         got = out[b : b + 1, :, heads].double()
         relative = (got - truth).norm(dim=-1) / truth.norm(dim=-1).clamp(min=1e-30)
         worst = max(worst, float(relative.nan_to_num(nan=float("inf")).max()))
