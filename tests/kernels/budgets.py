@@ -61,12 +61,12 @@ VARIANTS: dict[str, tuple[Budget, Budget]] = {
     "softcap": (Budget(660), Budget(680)),
     "alibi": (Budget(445), Budget(575, 0, 820)),
     "sinks": (Budget(355), Budget(365)),
-    "bias": (Budget(920, 0, 350), Budget(945, 16, 1000)),
+    "bias": (Budget(880, 2, 350), Budget(945, 16, 1000)),
     "dropout": (Budget(760), Budget(1075)),
     "score_mod": (Budget(945), Budget(955, 0, 1350)),
     "documents": (Budget(375, 0, 270), Budget(390, 3, 2200)),
     "block_mask": (Budget(365, 0, 270), Budget(385, 0, 250)),
-    "predicate": (Budget(1730, 75, 1000), Budget(1930, 68, 2100)),
+    "predicate": (Budget(1700, 53, 850), Budget(1930, 68, 2100)),
     "out_dtype": (Budget(355), Budget(345)),
 }
 # Digests of both consumers' loops without a mask, as Triton 3.6.0 compiles them. An option that is absent must not

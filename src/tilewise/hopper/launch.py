@@ -109,10 +109,13 @@ def sizes(problem: Problem, tile: TileConfig) -> tuple[int, ...]:
     return (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256, *map(high, dims))
 
 
-def compile_time(tile: TileConfig, shape: Shape) -> tuple[int, int, int]:
-    """What kernels take behind their shape: stages, registers of the producer and of consumers."""
+def compile_time(tile: TileConfig, shape: Shape, busy: bool = False) -> tuple[int, int, int]:
+    """What kernels take behind their shape: stages, registers of the producer and of consumers.
+
+    `busy`: scores take so much that consumers spare no register, and so long that the looker may be slow.
+    """
     registers = _REGISTERS[tile.block_m // ROWS][:2]
-    if shape.CLEAN.value and shape.CONSUMERS.value == 2 and shape.BLOCK_DV.value < 256:
+    if shape.CLEAN.value and shape.CONSUMERS.value == 2 and shape.BLOCK_DV.value < 256 and not busy:
         registers = _LOOKING
     return tile.num_stages, *registers
 

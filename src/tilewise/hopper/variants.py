@@ -170,6 +170,11 @@ def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: Tile
     return Shape(*map(gl.constexpr, launch.sizes(problem, tile)), **rest)
 
 
+def _busy(variant: Variant) -> bool:
+    """Whether scores, masks or weights take far more than a product does."""
+    return any(x is not None for x in (variant.mod, variant.bias, variant.seed, variant.predicate))
+
+
 def _scalars(call: Call, tiles: Tiles, stacked: int) -> tuple[int | None, ...]:
     """Tiles of rows, heads and group, then the band."""
     p = call.problem
@@ -214,7 +219,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
             variant,
             extra,
             shape,
-            *launch.compile_time(tile, shape),
+            *launch.compile_time(tile, shape, _busy(variant)),
         )
         tape.launch(variant_kernel, listed.programs, arguments, num_warps=4, maxnreg=launch.entry_registers(tile))
     return out, lse
