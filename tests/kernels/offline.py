@@ -34,6 +34,7 @@ class Compiled:
     registers: int
     spilled: int
     log: str
+    ttir: str
     ptx: str
     cubin: bytes
 
@@ -67,6 +68,7 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
         int(registers),
         spilled,
         log,
+        result.asm.get("ttir", ""),
         result.asm["ptx"],
         result.asm["cubin"],
     )

@@ -6,6 +6,7 @@ The default run takes some tiles, and one call with each option; ``TILEWISE_ALL_
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -156,3 +157,16 @@ def test_keys_arrive_in_wide_asynchronous_loads(page_size: int | None, monkeypat
     body, _ = instructions(kernel.cubin)
     copies = [text for text in body if "LDGSTS" in text]
     assert copies and all(".128" in text for text in copies)
+
+
+def test_what_was_cut_is_told_after_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group, head and pieces of the item that a program cuts come out of its loop over pieces, not from before it.
+
+    Triton compiles a name that begins as another carried one, and is given that one in the loop, as if it never changed.
+    The interpreter does not.
+    """
+    kernel = compiled(90, monkeypatch, call(1, 128, torch.bfloat16))[0]
+    loop = re.search(r"%(\w+):\d+ = scf\.while", kernel.ttir)
+    assert loop is not None
+    stored = re.findall(r"tt\.store %\w+, %(\w+)(?:#\d+)? : !tt\.ptr<i32>", kernel.ttir)
+    assert stored == [loop[1]] * 3

@@ -384,10 +384,11 @@ def decode_kernel(
     unit = mine.first
     g = mine.group
     begin = mine.begin
-    # The item whose first piece is this program's last.
-    cut_group = g
-    cut_head = g
-    cut_pieces = g * 0
+    # The item whose first piece is this program's last. Triton takes what begins as `g` and is given `g` in the loop for
+    # a name that never changes, so these begin as something else.
+    cut_group = g * 0
+    cut_head = cut_group
+    cut_pieces = cut_group
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
