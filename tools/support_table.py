@@ -24,7 +24,7 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- support table: written by `make table` -->\n"
 END = "<!-- end of support table -->\n"
 
-SEQLEN, HEADS, HEAD_DIM = 64, 4, 64
+SEQLEN, HEADS, HEAD_DIM = 128, 4, 64
 Call = Callable[..., Problem | CacheProblem]
 
 
@@ -83,7 +83,7 @@ def features() -> dict[str, tuple[Call, dict[str, Any]]]:
         "causal, bottom-right": {"causal": True},
         "causal, top-left": {"causal": "top_left"},
         "window": {"window": (8, 8)},
-        "documents": {"mask": Document.from_lengths([30, 34])},
+        "documents": {"mask": Document.from_lengths([30, 98])},
         "prefix-LM": {"mask": PrefixLM(8)},
         "block-sparse map": {"mask": BlockMask(tiles, SEQLEN, SEQLEN)},
         "predicate": {"mask": _square},

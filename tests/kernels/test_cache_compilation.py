@@ -162,8 +162,8 @@ def test_keys_arrive_in_wide_asynchronous_loads(page_size: int | None, monkeypat
 def test_what_was_cut_is_told_after_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group, head and pieces of the item that a program cuts come out of its loop over pieces, not from before it.
 
-    Triton compiles a name that begins as another carried one, and is given that one in the loop, as if it never changed.
-    The interpreter does not.
+    Triton compiles a name that begins as another carried one, and is given that one in the loop, as if it never
+    changed. The interpreter does not.
     """
     kernel = compiled(90, monkeypatch, call(1, 128, torch.bfloat16))[0]
     loop = re.search(r"%(\w+):\d+ = scf\.while", kernel.ttir)

@@ -384,8 +384,8 @@ def decode_kernel(
     unit = mine.first
     g = mine.group
     begin = mine.begin
-    # The item whose first piece is this program's last. Triton takes what begins as `g` and is given `g` in the loop for
-    # a name that never changes, so these begin as something else.
+    # The item whose first piece is this program's last. Triton takes what begins as `g` and is given `g` in the loop
+    # for a name that never changes, so these begin as something else.
     cut_group = g * 0
     cut_head = cut_group
     cut_pieces = cut_group

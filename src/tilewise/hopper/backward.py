@@ -168,17 +168,22 @@ def add_dq(io, smem, band, work, variant, shape):
 
 
 @gluon.jit
-def seen_scores(s, own, rows, keys, masked, io, band, variant, extra):
+def scaled_scores(s, own, rows, keys, io, variant, extra):
     """Scores in base 2 of the products `s`, and their chain; `rows` and `keys` broadcast to the tile."""
     chain = score.Chain(s, s, s)
     if not variant.fold:
         chain = score.scores(s, variant, extra, own, rows, keys)
-    s = chain.s
+    return chain.s * scores.unit_of(io.qk_scale, variant), chain
+
+
+@gluon.jit
+def weights(exponents, own, rows, keys, masked, band, variant, extra):
+    """P of scores less the lse: 0 for what a row does not see, whatever its lse."""
     if masked:
         # This keeps it a branch: the compiler would rather compute and select in every tile.
         seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
-        s = gl.where(seen, s, float("-inf"))
-    return s * scores.unit_of(io.qk_scale, variant), chain
+        exponents = gl.where(seen, exponents, float("-inf"))
+    return gl.exp2(exponents)
 
 
 @gluon.jit
@@ -306,8 +311,9 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         if j > 0:
             announce(smem, i - 1)
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
-        s, chain = seen_scores(s, own, rows, keys, masked, io, band, variant, extra)
-        p = gl.exp2(s - smem.lse.index(stage).load(ROW)[None, :])
+        s, chain = scaled_scores(s, own, rows, keys, io, variant, extra)
+        lse2 = smem.lse.index(stage).load(ROW)
+        p = weights(s - lse2[None, :], own, rows, keys, masked, band, variant, extra)
         p32 = packed(p, dtype)
         left, keep = p32, p32
         if variant.seed is not None:

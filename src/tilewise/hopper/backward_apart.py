@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import bits_of, load_keys, load_rows, product_gradient, seen_scores, store, tile_layout
+from .backward import bits_of, load_keys, load_rows, product_gradient, scaled_scores, store, tile_layout, weights
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, release, tma_load
 from .work import Band, Work, dealt, rounds_of
@@ -225,11 +225,11 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
                 begin = smem.delta.index(i % smem.other_2.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
             own_2_smem = smem.own_2.tiles.index(0).reshape([OWN, shape.BLOCK_DV])
             dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero - begin, is_async=True)
-        s, chain = seen_scores(s, who, rows, keys, masked, io, band, variant, extra)
+        s, chain = scaled_scores(s, who, rows, keys, io, variant, extra)
         limit = lse2[:, None]
         if WHAT != "q":
             limit = smem.lse.index(i % smem.other.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
-        p = gl.exp2(s - limit)
+        p = weights(s - limit, who, rows, keys, masked, band, variant, extra)
         factor = p
         if WHAT != "v":
             dp = warpgroup_mma_wait(0, deps=(dp,))

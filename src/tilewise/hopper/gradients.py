@@ -23,7 +23,7 @@ from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .schedule import Bounds, deal
 from .statistics import Rows, round_kernel, row_kernel
-from .variants import Listed, Tiles, by_plan, matrices
+from .variants import Listed, Tiles, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
@@ -34,6 +34,7 @@ _Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
+_STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
 # Beyond this no bound of a band matters to the order of tiles.
 _FAR = 1 << 28
@@ -53,13 +54,20 @@ def _apart(problem: Problem) -> bool:
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
-    """Why the backward pass does not serve a problem that the forward does."""
+    """Why the backward pass does not serve a problem that the forward does.
+
+    The kernels take more than they are given here: what they have not yet been held to on a GPU is left to others.
+    """
+    p, options = problem, problem.options
+    plain = not (p.has_bias or p.has_alibi or p.has_sinks or p.has_dropout or options.softcap or options.score_mod)
+    whole = p.seqlen_q % _STAT_ROWS == 0 and p.seqlen_k % _STAT_ROWS == 0
     refused = {
-        "a backward pass with a bias or ALiBi slopes": problem.has_bias or problem.has_alibi,
-        "a backward pass with seqused_k": problem.has_seqused,
-        f"a backward pass with dropout that is deterministic, or of head dims above {_TOGETHER}": (
-            problem.has_dropout and _apart(problem)
-        ),
+        f"a backward pass of head dims above {_TOGETHER}": max(p.head_dim, p.head_dim_v) > _TOGETHER,
+        "a backward pass with deterministic=True": options.deterministic,
+        "a backward pass of packed sequences": p.packed,
+        "a backward pass of other masks than causal ones and windows": not is_band(options.mask),
+        "a backward pass with modified scores, sinks or dropout": not plain,
+        f"a backward pass of lengths that are no multiples of {_STAT_ROWS}": not p.packed and not whole,
     }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -116,8 +124,8 @@ def _rows(x: torch.Tensor, problem: Problem) -> Rows:
 def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any], tape: Tape) -> Stats:
     p, (out, lse), (do, dlse) = call.problem, forward, grads
     rows = lse.shape[-1]
-    # TMA reads lines from multiples of 16 bytes on.
-    stat_rows = -(-rows // 4) * 4
+    # A tile reads no other head's.
+    stat_rows = -(-rows // _STAT_ROWS) * _STAT_ROWS
     pairs = lse.numel() // rows
     width = launch.block(p.head_dim)
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
@@ -129,7 +137,7 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
         _rows(out, p), _rows(do, p), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q, stat_rows,
         _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
     )  # fmt: skip
-    tape.launch(row_kernel, pairs * -(-rows // _ROWS), arguments, num_warps=4)
+    tape.launch(row_kernel, pairs * stat_rows // _ROWS, arguments, num_warps=4)
     return Stats(lse2, delta, dq_sum)
 
 

@@ -29,16 +29,17 @@ def _at(x, b, rows, h, columns):
     return base + rows.to(tl.int64)[:, None] * x.seq + columns[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["dlse"])
+@triton.jit(do_not_specialize=["rows", "heads", "stat_rows"], do_not_specialize_on_alignment=["dlse"])
 def row_kernel(
     out, do, lse, dlse, lse2, delta, dq_sum, rows, heads, stat_rows,
     BLOCK: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """``delta = rowsum(do o) - dlse``, and the lse in base 2, +inf for rows that see nothing: their p is then 0.
 
-    Programs: (batch, head, block of rows). `dq_sum` fp32 [B, Hq, rows, WIDTH] becomes 0, if there is one.
+    Programs: (batch, head, block of `stat_rows`, of which those from `rows` on see nothing: tiles read them). `dq_sum`
+    fp32 [B, Hq, rows, WIDTH] becomes 0, if there is one.
     """
-    blocks = tl.cdiv(rows, BLOCK)
+    blocks = stat_rows // BLOCK
     pid = tl.program_id(0)
     pair = pid // blocks
     b, h = pair // heads, pair % heads
@@ -52,9 +53,9 @@ def row_kernel(
     total = tl.sum(o * d_o, 1)
     if dlse is not None:
         total -= tl.load(dlse + pair.to(tl.int64) * rows + offs, mask=inside, other=0.0)
-    lse_rows = tl.load(lse + pair.to(tl.int64) * rows + offs, mask=inside, other=0.0) * LOG2E
-    tl.store(lse2 + stat, tl.where(lse_rows == float("-inf"), float("inf"), lse_rows), mask=inside)
-    tl.store(delta + stat, total, mask=inside)
+    lse_rows = tl.load(lse + pair.to(tl.int64) * rows + offs, mask=inside, other=float("-inf")) * LOG2E
+    tl.store(lse2 + stat, tl.where(lse_rows == float("-inf"), float("inf"), lse_rows))
+    tl.store(delta + stat, total)
     if dq_sum is not None:
         first = (pair.to(tl.int64) * rows + offs) * WIDTH
         zeros = tl.zeros([BLOCK, WIDTH], tl.float32)
