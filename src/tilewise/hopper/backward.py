@@ -35,7 +35,7 @@ from ..kernels import philox, score
 from ..kernels.score import Sequence
 from . import scores, unread
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
-from .pipeline import arrived, cta_barrier, make_ring, release, tma_add, tma_load
+from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load
 from .products import as_operand, packed
 from .work import Band, Work, dealt, rounds_of
 
@@ -103,8 +103,8 @@ def load(io, smem, band, work, variant, shape):
             b, pairs = seq.b, seq.b * (work.heads * work.group)
             if shape.PACKED:
                 b, pairs = 0, 0
-            load_keys(io.k_desc, smem.k, [b, seq.k_start + n0, seq.h, 0], n)
-            load_keys(io.v_desc, smem.v, [b, seq.k_start + n0, seq.h, 0], n)
+            produce(smem.k, io.k_desc, [b, seq.k_start + n0, seq.h, 0], n)
+            produce(smem.v, io.v_desc, [b, seq.k_start + n0, seq.h, 0], n)
             head, m = before(span)
             for j in range(span.count):
                 head, m = row_tile(j, head, m, span, variant)
@@ -114,14 +114,6 @@ def load(io, smem, band, work, variant, shape):
                 load_rows(io.do_desc, io.delta_desc, smem.do, smem.delta, [b, row, h, 0], stat, i)
                 i += 1
         t = upcoming
-
-
-@gluon.jit
-def load_keys(desc, ring, coord, n):
-    """K or V of the n-th tile of keys."""
-    mbarrier.wait(ring.empty.index(0), (n & 1) ^ 1)
-    mbarrier.expect(ring.full.index(0), desc.block_type.nbytes)
-    tma_load(desc, coord, ring.full.index(0), ring.tiles.index(0))
 
 
 @gluon.jit

@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import bits_of, load_keys, load_rows, product_gradient, scaled_scores, store, tile_layout, weights
+from .backward import bits_of, load_rows, product_gradient, scaled_scores, store, tile_layout, weights
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
-from .pipeline import arrived, cta_barrier, make_ring, release, tma_load
+from .pipeline import arrived, cta_barrier, make_ring, produce, release
 from .work import Band, Work, dealt, rounds_of
 
 
@@ -138,16 +138,16 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
             own = seq.k_start
             if WHAT == "q":
                 own = seq.q_start
-            load_keys(io.own_desc, smem.own, [b, own + tile.first, seq.h, 0], n)
+            produce(smem.own, io.own_desc, [b, own + tile.first, seq.h, 0], n)
             if WHAT != "v":
-                load_keys(io.own_2_desc, smem.own_2, [b, own + tile.first, seq.h, 0], n)
+                produce(smem.own_2, io.own_2_desc, [b, own + tile.first, seq.h, 0], n)
             head, at = start(tile, WHAT)
             for j in range(tile.count):
                 head, at = following(j, head, at, tile, variant, shape, WHAT)
                 if WHAT == "q":
                     coord = [b, seq.k_start + at * shape.BLOCK_N, seq.h // dealing.group, 0]
-                    load_other(io.other_desc, smem.other, coord, i)
-                    load_other(io.other_2_desc, smem.other_2, coord, i)
+                    produce(smem.other, io.other_desc, coord, i)
+                    produce(smem.other_2, io.other_2_desc, coord, i)
                 else:
                     h, row = seq.h * dealing.group + head, seq.q_start + at * shape.BLOCK_M
                     stat = (pairs + h) * io.stat_rows + row
@@ -155,15 +155,6 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
                     load_rows(io.other_2_desc, io.delta, smem.other_2, smem.delta, [b, row, h, 0], stat, i)
                 i += 1
         t = upcoming
-
-
-@gluon.jit
-def load_other(desc, ring, coord, i):
-    """A tile as use i of the ring."""
-    stage = i % ring.STAGES
-    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
-    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit
