@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..kernels.call import Call, grid
 from ..kernels.replay import Tape
+from ..kernels.rows import Rows
 from ..tiles import TileConfig
 from . import device, launch
 from .backward import score_tile_gradient
@@ -109,7 +110,7 @@ def dbias_kernel(
 
 
 def dbias(
-    bias: torch.Tensor, call: Call, operands: tuple[device.Rows, ...], stats: tuple[torch.Tensor, ...],
+    bias: torch.Tensor, call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...],
     tile: TileConfig,
 ) -> torch.Tensor:  # fmt: skip
     """The gradient of `bias`, in its shape and dtype.

@@ -14,6 +14,7 @@ from ..decode.plan import Plan
 from ..kernels import compiled
 from ..kernels.call import Call, prepare
 from ..kernels.replay import Tape
+from ..kernels.rows import rows_of
 from ..kvcache import PER_PAGE, CacheInputs, CacheProblem
 from ..mask_algebra import TOP_LEFT, Frame
 from ..masks import Full
@@ -23,7 +24,6 @@ from . import append, combine, decode, decode_plan, launch
 from . import cache as cache_slots
 from .cache import Scales, Slots
 from .decode import Parts, Shape
-from .device import Rows
 from .rotary import Rope
 
 # Rows from which the warps of a tile have rows of their own.
@@ -129,10 +129,6 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _rows(x: torch.Tensor, packed: bool = False) -> Rows:
-    return Rows(x, 0, x.stride(0), x.stride(1)) if packed else Rows(x, *x.stride()[:3])
-
-
 def shared(inputs: CacheInputs) -> bool:
     """Whether the values are the first dims of the keys, so that they need no loads of their own."""
     k, v = inputs.k_cache, inputs.v_cache
@@ -191,8 +187,8 @@ def _append(call: Launch, tape: Tape) -> None:
     sizes = (attention.heads_kv, *dims, *blocks, tokens, problem.page_size or 0)
     shape = AppendShape._make((*map(tl.constexpr, sizes), *call.scale_kinds))
     arguments = (
-        *(_rows(x, attention.packed) for x in (inputs.k_new, inputs.v_new)), _rows(inputs.k_cache),
-        _rows(inputs.v_cache), call.slots, call.scales, call.rope, shape, *call.limits, token_tiles, call.rope_length,
+        *(rows_of(x, attention.packed) for x in (inputs.k_new, inputs.v_new)), rows_of(inputs.k_cache),
+        rows_of(inputs.v_cache), call.slots, call.scales, call.rope, shape, *call.limits, token_tiles, call.rope_length,
     )  # fmt: skip
     tape.launch(append.append_kernel, programs, arguments, num_warps=4)
 
@@ -256,12 +252,12 @@ def _attend(call: Launch, out: torch.Tensor, lse: torch.Tensor, tape: Tape) -> N
         tape.empty((plan.programs, 4), torch.int32, out.device) if plan.balanced else None,
     )
     variant, extra, left, right = _variant(call)
-    sizes, rows_out = shape(call), _rows(out, attention.packed)
+    sizes, rows_out = shape(call), rows_of(out, attention.packed)
     stat_rows = out.shape[0] if attention.packed else attention.seqlen_q
     sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
     tree = None if inputs.tree is None else tape.part(inputs.tree.contiguous().view(torch.uint8), inputs.tree)
     arguments = (
-        _rows(inputs.q, attention.packed), _rows(inputs.k_cache), _rows(inputs.v_cache), rows_out, lse, parts,
+        rows_of(inputs.q, attention.packed), rows_of(inputs.k_cache), rows_of(inputs.v_cache), rows_out, lse, parts,
         call.slots, call.scales, call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work,
         stat_rows, call.rope_length, left, right, call.problem.static.softmax_max,
     )  # fmt: skip

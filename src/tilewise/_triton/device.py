@@ -17,15 +17,6 @@ from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import INTERPRETED, Sequence
 
 
-class Rows(NamedTuple):
-    """A tensor [B, S, H, D] with its strides in elements; packed ones [T, H, D] have batch stride 0."""
-
-    ptr: Any
-    batch: Any
-    seq: Any
-    head: Any
-
-
 class Shape(NamedTuple):
     """Compile-time sizes; BLOCK_D and BLOCK_DV are the head dims, padded to powers of two.
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from ..kernels import score
 from ..kernels.call import prepare
 from ..kernels.replay import Tape
+from ..kernels.rows import rows_of
 from ..kernels.score import LN2, LOG2E
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
@@ -134,7 +135,7 @@ def forward(
     programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if programs:
         arguments = (
-            *(launch.rows(x, problem) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
+            *(rows_of(x, problem.packed) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
             *call.variant(tile), launch.shape(problem, tile), *call.sizes,
         )  # fmt: skip
         with launch.on(q.device):

@@ -10,13 +10,13 @@ import triton
 
 from ..kernels.call import Call, prepare
 from ..kernels.replay import Tape
+from ..kernels.rows import Rows, rows_of
 from ..kernels.sinks import gradient_of_sinks
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import launch
 from .backward import delta_kernel, dkv_kernel, dq_kernel
 from .bias import dbias
-from .device import Rows
 
 # Above this head dim dk and dv do not fit into registers together, and computing the scores once more costs less.
 TOGETHER = 128
@@ -46,7 +46,7 @@ def backward(
     result: dict[str, torch.Tensor] = {}
     with launch.on(problem.device):
         stats = statistics(call, (out, lse), (do, dlse), tile("delta"), tape)
-        operands = tuple(launch.rows(x, problem) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
+        operands = tuple(rows_of(x, problem.packed) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
             result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse), tape)
             if slopes is not None:
@@ -80,7 +80,7 @@ def statistics(
     programs = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     if programs:
         arguments = (
-            launch.rows(out, problem), launch.rows(do, problem), lse.contiguous(), dlse, lse2, delta,
+            rows_of(out, problem.packed), rows_of(do, problem.packed), lse.contiguous(), dlse, lse2, delta,
             call.base, launch.shape(call.problem, tile), *call.sizes[:3],
         )  # fmt: skip
         tape.launch(delta_kernel, programs, arguments, **tile.launch_options)
@@ -102,7 +102,7 @@ def gradient_of_q(
     programs = tiles_m * problem.heads_q * problem.batch
     if programs:
         arguments = (
-            *operands, launch.rows(dq, problem), partial, None if partial is None else dlse, *stats,
+            *operands, rows_of(dq, problem.packed), partial, None if partial is None else dlse, *stats,
             *call.variant(tile), launch.shape(call.problem, tile), *call.sizes,
         )  # fmt: skip
         tape.launch(dq_kernel, programs, arguments, **tile.launch_options)
@@ -120,7 +120,7 @@ def gradient_of_kv(
     problem = call.problem
     written = not problem.packed and not problem.has_seqused
     grads = {name: _empty(x.ptr, written, tape) for name, x in zip("kv", operands[1:3], strict=True) if name in wanted}
-    dk, dv = (launch.rows(grads[name], problem) if name in grads else None for name in "kv")
+    dk, dv = (rows_of(grads[name], problem.packed) if name in grads else None for name in "kv")
     programs = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.heads_kv * problem.batch
     if programs:
         arguments = (

@@ -12,17 +12,12 @@ import triton.language as tl
 from ..mask_algebra import TOP_LEFT
 from ..problem import Problem
 from ..tiles import TileConfig
-from .device import Rows, Shape
+from .device import Shape
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels run on the tensors' device, whichever is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def rows(x: torch.Tensor, problem: Problem) -> Rows:
-    """q, k, v or a tensor like them."""
-    return Rows(x, 0, x.stride(0), x.stride(1)) if problem.packed else Rows(x, *x.stride()[:3])
 
 
 def block(head_dim: int) -> int:

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.call import Call, prepare
 from ..kernels.replay import Tape
+from ..kernels.rows import rows_of
 from ..kernels.score import Variant
 from ..kernels.sinks import gradient_of_sinks
 from ..mask_algebra import TOP_LEFT
@@ -22,7 +23,7 @@ from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .schedule import Bounds, deal
-from .statistics import Rows, round_kernel, row_kernel
+from .statistics import round_kernel, row_kernel
 from .variants import Listed, Tiles, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
@@ -117,10 +118,6 @@ def backward(
     return {name: wanted[name] for name in needs}
 
 
-def _rows(x: torch.Tensor, problem: Problem) -> Rows:
-    return Rows(x, 0, x.stride(0), x.stride(1)) if problem.packed else Rows(x, *x.stride()[:3])
-
-
 def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any], tape: Tape) -> Stats:
     p, (out, lse), (do, dlse) = call.problem, forward, grads
     rows = lse.shape[-1]
@@ -134,8 +131,8 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     if not _apart(p):
         dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
     arguments = (
-        _rows(out, p), _rows(do, p), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q, stat_rows,
-        _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
+        rows_of(out, p.packed), rows_of(do, p.packed), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q,
+        stat_rows, _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
     )  # fmt: skip
     tape.launch(row_kernel, pairs * stat_rows // _ROWS, arguments, num_warps=4)
     return Stats(lse2, delta, dq_sum)
@@ -143,7 +140,7 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
 
 def _round(call: Call, dq_sum: torch.Tensor, dq: torch.Tensor, tape: Tape) -> None:
     p, (batch, heads, rows, width) = call.problem, dq_sum.shape
-    arguments = (dq_sum, _rows(dq, p), p.softmax_scale, rows, heads, _ROWS, p.head_dim, width)
+    arguments = (dq_sum, rows_of(dq, p.packed), p.softmax_scale, rows, heads, _ROWS, p.head_dim, width)
     tape.launch(round_kernel, batch * heads * -(-rows // _ROWS), arguments, num_warps=4)
 
 

@@ -6,21 +6,10 @@ reads the sum and writes dq.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from ..kernels.score import LOG2E
-
-
-class Rows(NamedTuple):
-    """A tensor [B, S, H, D] with its strides in elements; packed ones [T, H, D] have batch stride 0."""
-
-    ptr: Any
-    batch: Any
-    seq: Any
-    head: Any
 
 
 @triton.jit
