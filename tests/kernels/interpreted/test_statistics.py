@@ -1,0 +1,49 @@
+"""What goes with the Hopper backward in plain Triton: statistics of every row, and dq from its sum."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tilewise import _triton
+from tilewise.hopper.statistics import round_kernel, row_kernel
+from tilewise.kernels.rows import rows_of
+
+assert _triton.NAME, "what mends the interpreter is imported"
+
+BATCH, ROWS, HEADS, DIM, WIDTH, STAT_ROWS, BLOCK = 2, 37, 3, 24, 32, 128, 32
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_rows(with_dlse: bool) -> None:
+    torch.manual_seed(0)
+    # Heads first, as calls may have them.
+    out, do = (torch.randn(BATCH, HEADS, ROWS, DIM).transpose(1, 2) for _ in range(2))
+    lse, dlse = torch.randn(BATCH, HEADS, ROWS), torch.randn(BATCH, HEADS, ROWS)
+    lse[:, :, 5] = float("-inf")
+    lse2, delta = (torch.full((BATCH * HEADS, STAT_ROWS), float("nan")) for _ in range(2))
+    dq_sum = torch.full((BATCH, HEADS, ROWS, WIDTH), float("nan"))
+    row_kernel[(BATCH * HEADS * STAT_ROWS // BLOCK,)](
+        rows_of(out), rows_of(do), lse, dlse if with_dlse else None, lse2, delta, dq_sum, ROWS, HEADS, STAT_ROWS,
+        BLOCK, DIM, 32, WIDTH,
+    )  # fmt: skip
+    wanted = (out * do).sum(-1).transpose(1, 2) - (dlse if with_dlse else 0.0)
+    torch.testing.assert_close(delta[:, :ROWS].view(lse.shape), wanted)
+    blind = lse == float("-inf")
+    torch.testing.assert_close(
+        lse2[:, :ROWS].view(lse.shape), torch.where(blind, float("inf"), lse * math.log2(math.e))
+    )
+    # Tiles read past the last row: nobody there sees anything.
+    assert bool((lse2[:, ROWS:] == float("inf")).all()) and not delta[:, ROWS:].count_nonzero()
+    assert not dq_sum.count_nonzero()
+
+
+def test_rounding() -> None:
+    torch.manual_seed(0)
+    dq_sum = torch.randn(BATCH, HEADS, ROWS, WIDTH)
+    dq = torch.full((BATCH, ROWS, HEADS, DIM), float("nan"), dtype=torch.float16)
+    blocks = -(-ROWS // BLOCK)
+    round_kernel[(BATCH * HEADS * blocks,)](dq_sum, rows_of(dq), 0.125, ROWS, HEADS, BLOCK, DIM, WIDTH)
+    assert torch.equal(dq, (dq_sum[..., :DIM].transpose(1, 2) * 0.125).half())
