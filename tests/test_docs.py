@@ -25,8 +25,6 @@ def label(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-# A reader's process is a new one; in this one an earlier test may have imported transformers.
-@pytest.mark.filterwarnings("ignore:transformers looks for packages")
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_examples_run(page: Path) -> None:
     parser = PythonCodeBlockParser(doctest_optionflags=NORMALIZE_WHITESPACE | ELLIPSIS)
