@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,3 +113,24 @@ def test_heads_at_work_at_once() -> None:
     for column in dealt.table.T:
         heads = [int(n) // 8 // 2 for n in column if n >= 0]
         assert heads == sorted(heads)
+
+
+def declined(rows: int = 256, head_dim: int = 64, batch: int = 1, **options: Any) -> list[str]:
+    """Why the backward pass of a call on a Hopper GPU is left to others."""
+    q = torch.empty(batch, rows, 2, head_dim, dtype=torch.float16, device="meta")
+    problem, _, _ = prepare(q, q, q, **options)
+    here = replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
+    return hopper.unsupported_reasons(here, "backward")
+
+
+def test_what_is_left_to_others_is_said() -> None:
+    assert declined() == declined(causal=True) == declined(window=(100, 3)) == declined(head_dim=120) == []
+    for options, piece in [
+        ({"rows": 250}, "no multiples of 128"),
+        ({"head_dim": 136}, "head dims above 128"),
+        ({"deterministic": True}, "deterministic=True"),
+        ({"softcap": 30.0}, "modified scores"),
+        ({"batch": 1 << 23}, "2**31 rows"),
+    ]:
+        (reason,) = declined(**options)
+        assert reason.startswith("a backward pass") and piece in reason

@@ -69,6 +69,8 @@ def unsupported_reasons(problem: Problem) -> list[str]:
         "a backward pass of other masks than causal ones and windows": not is_band(options.mask),
         "a backward pass with modified scores, sinks or dropout": not plain,
         f"a backward pass of lengths that are no multiples of {_STAT_ROWS}": not p.packed and not whole,
+        # TMA counts the statistics of all of them in one line.
+        "a backward pass of 2**31 rows of all heads, or more": p.batch * p.heads_q * p.seqlen_q >= 1 << 31,
     }
     return [reason for reason, holds in refused.items() if holds]
 
