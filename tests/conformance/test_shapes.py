@@ -68,6 +68,18 @@ def test_many_tile_edges(target: Target, shape: Shape, feature: str) -> None:
     _verify(target, shape, feature)
 
 
+# Lengths that are multiples of every tile, which some kernels ask for.
+WHOLE_TILES = [Shape(2, 128, 256, 4, 2, 64, 64), Shape(1, 384, 256, 2, 2, 128, 96), Shape(1, 256, 256, 4, 1, 40, 40)]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("feature", ["plain", "causal", "causal_top_left", "window_two_sided"])
+@pytest.mark.parametrize("shape", WHOLE_TILES, ids=str)
+def test_whole_tiles(target: Target, shape: Shape, feature: str, dtype: torch.dtype) -> None:
+    _verify(target, shape, feature, dtype)
+
+
 @pytest.mark.parametrize("feature", NOT_BOTH)
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_heads(target: Target, shape: Shape, feature: str) -> None:

@@ -26,7 +26,7 @@ def attend(target: Target, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def compute(target: Target, call: Call, wanted: Cotangents, needs: Iterable[str] | None = None) -> Result:
     """The backend's own results; where it has no backward pass there are no gradients."""
-    if target.forward_only and _refusals(target, call, needs, "backward"):
+    if target.forward_only and not declines(target, call, needs) and _refusals(target, call, needs, "backward"):
         needs = ()
     return run(lambda c: attend(target, c), call, wanted, needs)
 
