@@ -24,6 +24,7 @@ from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
 from . import cache, decode_plan, device, packed_rows
 from .cache import PER_ITEM, PER_PAGE, Limits
 from .decode_plan import Work
+from .device import Span
 
 # With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
 # are normal numbers of fp32 and bf16.
@@ -79,20 +80,6 @@ class Parts(NamedTuple):
     out: Any
     lse: Any
     cuts: Any
-
-
-class Span(NamedTuple):
-    """The tiles ``lo .. hi`` of a piece, of which ``full_lo .. full_hi`` need no element test.
-
-    `first .. last` are the keys that any row of the item sees.
-    """
-
-    lo: Any
-    full_lo: Any
-    full_hi: Any
-    hi: Any
-    first: Any
-    last: Any
 
 
 @triton.jit

@@ -6,8 +6,6 @@ of keys and values over time. A wrong result is not timed.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from . import machine, report, results
+from . import report, results
 from .check import FLOORS
 from .decode_cases import SETS, Contestant, DecodeCase, DecodeData, contestants, error, make
 from .results import Entry, Work
-from .runner import Bench, Settings
+from .runner import Bench, Settings, records
 from .timing import Call, interleave
 
 # What an error of a row may be, in steps of the dtype: products of a row are rounded once each.
@@ -144,32 +142,9 @@ def run(
     on_case: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run the cases; the document, which is saved after each case."""
-    started, bench = time.monotonic(), Bench.on(settings.device)
     entrants = named(peers, settings.device)
-    document: dict[str, Any] = {
-        "schema": results.SCHEMA,
-        "what": settings.what,
-        "date": results.now(),
-        "commit": settings.commit or machine.commit(),
-        "machine": machine.describe(settings.device),
-        "method": {"rounds": settings.rounds, "burst_ms": settings.burst_ms, "order": "alternating, graph, cold L2"},
-        "ceilings": bench.ceilings,
-        "versions": {},
-        "cases": [],
-        "not_reached": [case.name for case in cases],
-    }
-    path = None
-    if settings.out is not None:
-        path = results.file_for(settings.out, document["machine"]["device"], document["date"], settings.what)
-    for case in cases:
-        if settings.seconds is not None and time.monotonic() - started >= settings.seconds:
-            break
-        document["cases"].append(run_case(case, entrants, settings, bench))
-        document["not_reached"].pop(0)
-        if path is not None:
-            results.save(document, path)
-        on_case(document["cases"][-1])
-        gc.collect()
-        if settings.device.type == "cuda":
-            torch.cuda.empty_cache()
+    document, _ = records(
+        cases, lambda case, bench: run_case(case, entrants, settings, bench), settings, "alternating, graph, cold L2",
+        {}, on_case,
+    )  # fmt: skip
     return document

@@ -153,7 +153,22 @@ def run(
     settings: Settings,
     on_case: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[dict[str, Any], Path | None]:
-    """Run the cases; the document, and the file that it is in.
+    """Run the cases; the document, and the file that it is in."""
+    versions = {peer.name: peer.version() for peer in peers if peer.available(settings.device) is None}
+    return records(
+        cases, lambda case, bench: run_case(case, peers, settings, bench), settings, "alternating", versions, on_case
+    )
+
+
+def records(
+    cases: Sequence[Any],
+    measure: Callable[[Any, Bench], dict[str, Any]],
+    settings: Settings,
+    order: str,
+    versions: dict[str, str],
+    on_case: Callable[[dict[str, Any]], None],
+) -> tuple[dict[str, Any], Path | None]:
+    """The document of the records that `measure` makes of cases, and the file that it is in.
 
     The file is written anew after each case, so that a run that is cut short leaves what it has.
     """
@@ -165,9 +180,9 @@ def run(
         "date": results.now(),
         "commit": settings.commit or machine.commit(),
         "machine": machine.describe(settings.device),
-        "method": {"rounds": settings.rounds, "burst_ms": settings.burst_ms, "order": "alternating"},
+        "method": {"rounds": settings.rounds, "burst_ms": settings.burst_ms, "order": order},
         "ceilings": bench.ceilings,
-        "versions": {peer.name: peer.version() for peer in peers if peer.available(settings.device) is None},
+        "versions": versions,
         "cases": [],
         "not_reached": [case.name for case in cases],
     }
@@ -177,7 +192,7 @@ def run(
     for case in cases:
         if settings.seconds is not None and time.monotonic() - started >= settings.seconds:
             break
-        record = run_case(case, peers, settings, bench)
+        record = measure(case, bench)
         document["cases"].append(record)
         document["not_reached"].pop(0)
         if path is not None:

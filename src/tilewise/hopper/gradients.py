@@ -15,16 +15,15 @@ from ..kernels.replay import Tape
 from ..kernels.rows import rows_of
 from ..kernels.score import Variant
 from ..kernels.sinks import gradient_of_sinks
-from ..mask_algebra import TOP_LEFT
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
-from . import launch, packed
+from . import launch
 from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .schedule import Bounds, deal
 from .statistics import round_kernel, row_kernel
-from .variants import Listed, Tiles, by_plan, is_band, matrices
+from .variants import Listed, Members, Tiles, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
@@ -37,8 +36,6 @@ _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
 _STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
-# Beyond this no bound of a band matters to the order of tiles.
-_FAR = 1 << 28
 
 
 class Stats(NamedTuple):
@@ -156,27 +153,18 @@ def _sum_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), tile, layout)
 
 
-def _by_length(
-    call: Call, inputs: Inputs, x: torch.Tensor, tiles: Tiles, processors: int, tape: Tape, of_rows: bool
-) -> Listed:
-    """Tiles of rows, or of keys, of a packed call, listed on the device as the forward lists tiles of rows."""
+def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
+    """Whose tiles of rows, or of keys, a packed call lists."""
     p = call.problem
-    most = -(-x.shape[0] // tiles.block_m) + p.batch
-    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, x.device)
-    left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
-    reach = None if left is None or right is None else left + right + tiles.block_m
-    members = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-    longest, side = (p.seqlen_q, p.seqlen_k), right
-    if not of_rows:
-        # Keys see rows as rows see keys.
-        members, longest, side = members[::-1], longest[::-1], left
-    # Nothing is blanked: `x` has no columns here, and heads none.
-    arguments = (
-        *members, None, p.batch, x.shape[0], *longest, side, reach, table, x, x, 0, 0,
-        p.options.align == TOP_LEFT, tiles.block_m,
-    )  # fmt: skip
-    tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
-    return Listed(table, 0, min(processors, most * tiles.heads))
+    offsets, longest, (left, right) = (
+        (inputs.cu_seqlens_q, inputs.cu_seqlens_k),
+        (p.seqlen_q, p.seqlen_k),
+        call.sizes[3:],
+    )
+    if of_rows:
+        return Members(*offsets, None, longest, right)
+    # Keys see rows as rows see keys.
+    return Members(*offsets[::-1], None, longest[::-1], left)
 
 
 def _listed(
@@ -190,7 +178,7 @@ def _listed(
     else:
         tiles, length, others = Tiles(p.heads_kv, tile.block_n, tile.block_m), p.seqlen_k, p.seqlen_q
     if p.packed:
-        return _by_length(call, inputs, x, tiles, processors, tape, of_rows)
+        return by_length(call, _members(call, inputs, of_rows), (x, x, 0, 0), tiles, processors, tape)
     number = -(-length // tiles.block_m)
     if variant.plan is not None:
         return by_plan(variant.plan, (p.batch, tiles.heads, number), processors)

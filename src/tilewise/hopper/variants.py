@@ -112,31 +112,37 @@ def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int) -> L
     return Listed(_orders.get(plan, (*sizes[:2], programs), order), rounds, programs)
 
 
-def _by_length(call: Call, inputs: Inputs, results: Results, tiles: Tiles, processors: int, tape: Tape) -> Listed:
-    """Tiles of a packed call in the order of their keys, listed on the device."""
-    p, (out, lse) = call.problem, results
-    total = out.shape[0]
+class Members(NamedTuple):
+    """Of a packed call whose tiles are listed: offsets of their own rows and of what they see, how much of that is in
+    use, the longest of both, and the band's bound after a row.
+    """
+
+    own: torch.Tensor | None
+    others: torch.Tensor | None
+    used: torch.Tensor | None
+    longest: tuple[int, int]
+    bound: int | None
+
+
+def by_length(
+    call: Call, members: Members, blanked: tuple[torch.Tensor, torch.Tensor, int, int], tiles: Tiles, processors: int,
+    tape: Tape,
+) -> Listed:  # fmt: skip
+    """Tiles of a packed call in the order of how much they see, listed on the device.
+
+    `blanked` are the output and a statistic of the own rows, where rows of no member become 0 and -inf, and how many
+    columns and heads they have there: 0 leaves them.
+    """
+    p, total = call.problem, blanked[0].shape[0]
     most = -(-total // tiles.block_m) + p.batch
-    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, out.device)
+    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, blanked[0].device)
     left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
+    reach = None if left is None or right is None else left + right + tiles.block_m
+    bound = None if members.bound is None else min(members.bound, _FAR)
     arguments = (
-        inputs.cu_seqlens_q,
-        inputs.cu_seqlens_k,
-        inputs.seqused_k,
-        p.batch,
-        total,
-        p.seqlen_q,
-        p.seqlen_k,
-        right,
-        None if left is None or right is None else left + right + tiles.block_m,
-        table,
-        out,
-        lse,
-        p.heads_q * p.head_dim_v,
-        p.heads_q,
-        p.options.align == TOP_LEFT,
+        *members[:3], p.batch, total, *members.longest, bound, reach, table, *blanked, p.options.align == TOP_LEFT,
         tiles.block_m,
-    )
+    )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
     return Listed(table, 0, min(processors, most * tiles.heads))
 
@@ -145,10 +151,12 @@ def _listed(
     call: Call, plan: torch.Tensor | None, inputs: Inputs, results: Results, tiles: Tiles, tape: Tape
 ) -> Listed:
     """Who works on what."""
-    p = call.problem
+    p, (out, lse) = call.problem, results
     processors = torch.cuda.get_device_properties(p.device).multi_processor_count
     if p.packed:
-        return _by_length(call, inputs, results, tiles, processors, tape)
+        offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
+        members = Members(*offsets, inputs.seqused_k, longest, call.sizes[4])
+        return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, processors, tape)
     if plan is not None:
         return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), processors)
     left, right = call.sizes[3:]
