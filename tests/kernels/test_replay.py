@@ -358,7 +358,7 @@ def test_a_replayed_call_enters_few_functions(machine: Machine, backend: str) ->
             entered.append(frame.f_code.co_name)
 
     rounds: list[list[str]] = []
-    for _ in range(3):
+    for _ in range(20):
         entered.clear()
         sys.setprofile(profile)
         try:
@@ -366,7 +366,8 @@ def test_a_replayed_call_enters_few_functions(machine: Machine, backend: str) ->
         finally:
             sys.setprofile(None)
         rounds.append(list(entered))
-    assert len(machine.replayed) == 4
-    # What else happens to run meanwhile, such as a collection of garbage, is not in every round.
+    assert len(machine.replayed) == 21
+    # Not in every round: what else happens to run meanwhile, such as a collection of garbage, and descriptors made for
+    # an address that the allocator has not handed out before.
     fewest = min(rounds, key=len)
     assert len(fewest) <= FUNCTIONS, fewest
