@@ -96,6 +96,20 @@ def variants(figures: Iterable[Figure]) -> list[str]:
     return [*lines, ""]
 
 
+def steps(figures: Iterable[Figure]) -> list[str]:
+    """Training steps: our tokens per second, and how many times faster ours is than the best of others."""
+    chosen = [figure for figure in figures if figure.case["pass"] == "step"]
+    if not chosen:
+        return []
+    lines = ["| training step of a decoder | tokens/s | attention's share of the step |", "|---|---|---|"]
+    for figure in chosen:
+        record = figure.record
+        mine, ratio = record["peers"][record["ours"]], record["ratio"]
+        against = f" · {ratio:.2f}× {record['best_peer']}" if ratio is not None else ""
+        lines.append(f"| {record['name']} | {mine['tokens_s']:,.0f}{against} | {mine['attention_share']:.0%} |")
+    return [*lines, ""]
+
+
 def _origin(device: str, figures: Iterable[Figure]) -> list[str]:
     documents = {document["date"]: document for _, document in figures}
     dates = sorted({date[:10] for date in documents})
@@ -117,7 +131,7 @@ def table(documents: Iterable[dict[str, Any]]) -> str:
         figures = list(by_name.values())
         if device != "cpu" and figures:
             grids = [line for pass_ in ("forward", "backward") for line in grid(figures, pass_)]
-            lines += [*_origin(device, figures), *grids, *variants(figures)]
+            lines += [*_origin(device, figures), *grids, *variants(figures), *steps(figures)]
     return "\n".join(lines).rstrip("\n") + "\n" if lines else "No results are committed yet.\n"
 
 

@@ -492,6 +492,14 @@ def test_readme_shows_the_newest_figures() -> None:
     assert "| forward D16 S96 causal softcap 1 | 250 · 1.00× cudnn | 75% | 0.75× as fast |" in text
     assert "2025-01-01 to 2026-02-01, commit 2025, 2026." in text
     assert "backward" not in text
+    entries = {
+        "tilewise.triton": {"tflops": 300.0, "tokens_s": 81234.5, "attention_share": 0.416},
+        "cudnn": {"tflops": 250.0, "tokens_s": 7e4, "attention_share": 0.5},
+    }
+    record = {"name": "step", "case": {"pass": "step"}, "peers": entries, "speed_of_plain": None}
+    record |= {"ours": "tilewise.triton", "ratio": 1.158, "best_peer": "cudnn"}
+    steps = table.table([{**documents[0], "cases": [record]}])
+    assert "| step | 81,234 · 1.16× cudnn | 42% |" in steps
     assert table.table([]) == "No results are committed yet.\n"
 
     readme = f"above\n{table.BEGIN}old\n{table.END}below\n"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import errors
 from ..roofline import BACKWARD, FORWARD
-from . import decode, decode_cases, peers, report, runner
+from . import decode, peers, report, runner, step
 from .cases import DTYPES, SETS, Filters, select
+
+# Sets whose cases are more than one call of attention, and what runs them.
+OTHER_KINDS = (decode, step)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -42,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "every result checked against the fp64 oracle first, short bursts in interleaved rounds.",
     )
     add = options.add_argument
-    known = ", ".join([*SETS, *decode_cases.SETS])
+    known = ", ".join([*SETS, *(name for kind in OTHER_KINDS for name in kind.SETS)])
     add("--set", type=_names, help=f"of {known}; default: forward on a GPU, small on a CPU", metavar="A,B")
     add("--pass", dest="passes", type=_names, help=f"only {FORWARD} or {BACKWARD}", metavar="NAME")
     add("--d", type=_sizes, help="only these head dims", metavar="64,128")
@@ -85,19 +89,44 @@ def _settings(chosen: argparse.Namespace, sets: Sequence[str], device: torch.dev
     )
 
 
-def _decode(chosen: argparse.Namespace, sets: Sequence[str], device: torch.device) -> int:
-    """The sets of calls with a cache."""
-    cases = decode.select(sets)
-    if chosen.s is not None:
-        cases = [case for case in cases if case.seqlen in chosen.s]
+def _other_kind(chosen: argparse.Namespace, sets: Sequence[str]) -> Any:
+    """What runs these sets if they are of another kind than calls of attention; None if they are not.
+
+    Raises:
+        tilewise.errors.ArgumentError: sets of several kinds, or a filter that such sets have no use for.
+    """
+    kinds = [kind for kind in OTHER_KINDS if set(sets) & kind.SETS.keys()]
+    if not kinds:
+        return None
+    (kind, *more), text = kinds, ",".join(sets)
+    if more or not set(sets) <= kind.SETS.keys():
+        fix = "run one kind at a time"
+        errors.fail(errors.ArgumentError, "set", repr(text), f"{', '.join(kind.SETS)} together, or others", fix)
+    unused = {"pass": chosen.passes, "d": chosen.d, "causal": chosen.causal, "dtype": chosen.dtype}
+    for name, value in unused.items():
+        if value is not None:
+            errors.fail(errors.ArgumentError, name, repr(value), f"--s with the set {text}", f"leave --{name} out")
+    return kind
+
+
+def _run_other(kind: Any, chosen: argparse.Namespace, sets: Sequence[str], device: torch.device) -> int:
+    """The sets of one of `OTHER_KINDS`."""
+    cases = [case for case in kind.select(sets) if chosen.s is None or case.seqlen in chosen.s]
+    if not cases:
+        has = ", ".join(str(n) for n in sorted({case.seqlen for case in kind.select(sets)}))
+        errors.fail(errors.ArgumentError, "s", repr(chosen.s), f"in {','.join(sets)}: {has}", "name some of these")
     if chosen.list:
         for case in cases:
             print(case.name)
         return 0
-    document = decode.run(
-        cases, chosen.peers, _settings(chosen, sets, device), lambda found: print(decode.line(found), flush=True)
-    )
-    decode.show(document)
+    settings = _settings(chosen, sets, device)
+    document = kind.run(cases, chosen.peers, settings, lambda found: print(kind.line(found), flush=True))
+    kind.show(document)
+    return _verdict(document)
+
+
+def _verdict(document: dict[str, Any]) -> int:
+    """Say what of ours is wrong; the exit status."""
     wrong = runner.failures(document)
     for text in wrong:
         print(f"WRONG: {text}")
@@ -112,8 +141,8 @@ def run(arguments: Sequence[str] | None) -> int:
         options.error(f"--rounds: got {chosen.rounds}; supported: 1 or more")
     device = _device(chosen.device)
     sets = chosen.set or (("forward",) if device.type == "cuda" else ("small",))
-    if set(sets) <= decode_cases.SETS.keys():
-        return _decode(chosen, sets, device)
+    if (kind := _other_kind(chosen, sets)) is not None:
+        return _run_other(kind, chosen, sets, device)
     filters = Filters(chosen.passes, chosen.d, chosen.s, chosen.causal, chosen.dtype)
     cases, contestants = select(sets, filters, device.type), peers.named(chosen.peers)
     if chosen.list:
@@ -127,7 +156,4 @@ def run(arguments: Sequence[str] | None) -> int:
     report.show(document)
     if path is not None and document["cases"]:
         print(f"wrote {path}")
-    wrong = runner.failures(document)
-    for text in wrong:
-        print(f"WRONG: {text}")
-    return 1 if wrong else 0
+    return _verdict(document)

@@ -43,12 +43,14 @@ class Calls(NamedTuple):
     """A contestant on one case, ready to be called any number of times.
 
     Args:
-        forward: the output, in the contestant's own layout.
+        attend: its function of any q, k and v like the case's, in the case's layout; the output is in its own.
+        forward: the output for the case's tensors, in the contestant's own layout.
         backward: gradients of q, k and v (in the case's layout) from the output's gradient (in its own); None in
             forward cases. The graph is kept, so only the backward's launches are in it.
         layout: from the case's layout to the contestant's own; its own inverse.
     """
 
+    attend: Attend
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], Gradients] | None
     layout: Callable[[Tensor], Tensor] = _same
@@ -93,11 +95,11 @@ def calls(case: Case, data: Data, attend: Attend, layout: Callable[[Tensor], Ten
     """The calls of anything that is differentiable by autograd."""
     q, k, v = leaves(case, data)
     if not case.backward:
-        return Calls(lambda: attend(q, k, v), None, layout)
+        return Calls(attend, lambda: attend(q, k, v), None, layout)
     # As a training step meets it: what makes calls fast that are like earlier ones has seen some.
     for _ in range(3):
         out = attend(q, k, v)
-    return Calls(lambda: out, lambda do: torch.autograd.grad(out, (q, k, v), do, retain_graph=True), layout)
+    return Calls(attend, lambda: out, lambda do: torch.autograd.grad(out, (q, k, v), do, retain_graph=True), layout)
 
 
 def _lacks(case: Case, has: Iterable[str], dtypes: Iterable[str] = ("fp16", "bf16")) -> str | None:

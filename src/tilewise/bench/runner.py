@@ -154,10 +154,15 @@ def run(
     on_case: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[dict[str, Any], Path | None]:
     """Run the cases; the document, and the file that it is in."""
-    versions = {peer.name: peer.version() for peer in peers if peer.available(settings.device) is None}
     return records(
-        cases, lambda case, bench: run_case(case, peers, settings, bench), settings, "alternating", versions, on_case
-    )
+        cases, lambda case, bench: run_case(case, peers, settings, bench), settings, "alternating",
+        versions(peers, settings.device), on_case,
+    )  # fmt: skip
+
+
+def versions(peers: Sequence[Peer], device: torch.device) -> dict[str, str]:
+    """Of those that are here."""
+    return {peer.name: peer.version() for peer in peers if peer.available(device) is None}
 
 
 def records(
