@@ -11,20 +11,20 @@ import triton.language as tl
 
 from .. import tiles
 from ..decode.plan import Plan
-from ..kernels import compiled
+from ..kernels import append, compiled, decode_plan
+from ..kernels import cache as cache_slots
+from ..kernels.cache import Scales, Slots
 from ..kernels.call import Call, prepare
 from ..kernels.replay import Tape
+from ..kernels.rotary import Rope
 from ..kernels.rows import rows_of
 from ..kvcache import PER_PAGE, CacheInputs, CacheProblem
 from ..mask_algebra import TOP_LEFT, Frame
 from ..masks import Full
 from ..problem import Inputs
 from ..tiles import TileConfig
-from . import append, combine, decode, decode_plan, launch
-from . import cache as cache_slots
-from .cache import Scales, Slots
+from . import combine, decode, launch
 from .decode import Parts, Shape
-from .rotary import Rope
 
 # Rows from which the warps of a tile have rows of their own.
 _WIDE = 64

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..kernels import score
+from ..kernels import cache, decode_plan, score
+from ..kernels.cache import PER_ITEM, PER_PAGE, Limits
+from ..kernels.decode_plan import Work
 from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
-from . import cache, decode_plan, device, packed_rows
-from .cache import PER_ITEM, PER_PAGE, Limits
-from .decode_plan import Work
+from . import device, packed_rows
 from .device import Span
 
 # With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
@@ -367,7 +367,9 @@ def decode_kernel(
     work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    mine = decode_plan.share(program, programs, slots, limits, work, shape, left, right)
+    mine = decode_plan.share(
+        program, programs, tl.arange(0, decode_plan.CHUNK), slots, limits, work, shape, left, right
+    )
     unit = mine.first
     g = mine.group
     begin = mine.begin

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from . import cache, rotary
-from .cache import PER_ITEM
+from ..kernels import cache, rotary
+from ..kernels.cache import PER_ITEM
 
 
 class Tiles(NamedTuple):
@@ -55,16 +55,16 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
         used = cache.slots_in_use(slots, seq.b, limits)
         new = seq.k_start + seq.len_k - used
         at = rotary.first_position(rope, seq.b, used) + new - seq.len_q + i
-        main = rotary.load_rotated(
-            base, rows, inside, at, rope_length, rope, 0, shape.HEAD_DIM, shape.BLOCK_MAIN
-        )  # fmt: skip
+        d = tl.arange(0, shape.BLOCK_MAIN)
+        main = rotary.load_rotated(base, rows, inside, at, rope_length, rope, d, 0, shape.HEAD_DIM)
     rest = main
     if shape.BLOCK_REST > 0:
         if rope.cos is None:
             rest = cache.load_tile(base, rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, True)
         else:
+            d = shape.BLOCK_MAIN + tl.arange(0, shape.BLOCK_REST)
             rest = rotary.load_rotated(
-                base, rows, inside, at, rope_length, rope, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST
+                base, rows, inside, at, rope_length, rope, d, shape.BLOCK_MAIN, shape.HEAD_DIM
             )  # fmt: skip
     factor = tl.full([shape.BLOCK_M], 1.0, tl.float32)
     if main.dtype != shape.K_TYPE:

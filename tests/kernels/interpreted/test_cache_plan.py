@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 
 from tilewise import _triton
-from tilewise._triton import decode_plan
-from tilewise._triton.cache import Limits, Slots
 from tilewise._triton.cache_launch import Launch, shape
-from tilewise._triton.decode_plan import Work
 from tilewise.cache_arguments import prepare
 from tilewise.decode.plan import Plan, work_list
+from tilewise.kernels import decode_plan
+from tilewise.kernels.cache import Limits, Slots
+from tilewise.kernels.decode_plan import Work
 from tilewise.kvcache import band, lengths
 from tilewise.tiles import TileConfig
 
@@ -34,7 +34,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
     limits = Limits(batch, seqlen_q, total_q, new, capacity, rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     p, programs = tl.program_id(0), tl.num_programs(0)
-    mine = decode_plan.share(p, programs, slots, limits, work, shape, left, right)
+    mine = decode_plan.share(p, programs, tl.arange(0, decode_plan.CHUNK), slots, limits, work, shape, left, right)
     unit, g, begin = mine.first, mine.group, mine.begin
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)

@@ -35,13 +35,12 @@ def first_position(rope, b, used):
 
 @triton.jit
 def load_rotated(
-    base, rows, inside, positions, length, rope, START: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr
+    base, rows, inside, positions, length, rope, d, START: tl.constexpr, STOP: tl.constexpr
 ):  # fmt: skip
-    """The dims ``START .. STOP`` of rows, rotated to `positions` in fp32 and rounded once; see `cache.load_tile`.
+    """The dims `d`, of ``START .. STOP``, of rows, rotated to `positions` in fp32 and rounded once; see `load_tile`.
 
     `positions` (int32) are clamped to the `length` of the tables.
     """
-    d = START + tl.arange(0, BLOCK)
     real = inside[:, None] & (d < STOP)[None, :]
     x = tl.load(base + rows[:, None] + d[None, :], mask=real, other=0.0)
     if START < rope.DIM:

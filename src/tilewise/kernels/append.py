@@ -74,12 +74,12 @@ def append_kernel(
     real = tokens < new
     lines = (q_start + tokens) * k_new.seq
     base = k_new.ptr + b.to(tl.int64) * k_new.batch + h.to(tl.int64) * k_new.head
+    d = tl.arange(0, shape.BLOCK_D)
     if rope.cos is None:
         x = cache.load_tile(base, lines, real, 0, shape.HEAD_DIM, shape.BLOCK_D, True)
     else:
         positions = rotary.first_position(rope, b, used) + tokens
-        x = rotary.load_rotated(base, lines, real, positions, rope_length, rope, 0, shape.HEAD_DIM, shape.BLOCK_D)
-    d = tl.arange(0, shape.BLOCK_D)
+        x = rotary.load_rotated(base, lines, real, positions, rope_length, rope, d, 0, shape.HEAD_DIM)
     _store(
         x, k, row, at, inside, h, scales.k, scales.k_row, scales.k_head, seq, shape.K_SCALES, d, shape.HEAD_DIM
     )  # fmt: skip

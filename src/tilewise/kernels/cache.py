@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..kernels.score import Sequence
+from .score import Sequence
 
 
 class Slots(NamedTuple):

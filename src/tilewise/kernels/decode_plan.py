@@ -21,7 +21,7 @@ BY_NUMBER = tl.constexpr(2)
 # `kvcache.SPLIT_UNIT`, as a kernel may name it.
 SPLIT_UNIT = tl.constexpr(128)
 # Groups that a program looks at in one go.
-_CHUNK = tl.constexpr(128)
+CHUNK = tl.constexpr(128)
 
 
 # Parameters of kernels that become `Work`.
@@ -113,12 +113,11 @@ def _bound(raw, total, before, units, work, shape):
 
 
 @triton.jit
-def share(program, programs, slots, limits, work, shape, left, right):
-    """What a program has to do."""
-    offs = tl.arange(0, _CHUNK)
+def share(program, programs, offs, slots, limits, work, shape, left, right):
+    """What a program has to do; `offs` are the numbers below CHUNK."""
     groups = limits.batch * work.row_tiles
     total = groups * 0
-    for c in range(0, groups, _CHUNK):
+    for c in range(0, groups, CHUNK):
         total += tl.sum(_units(c + offs, slots, limits, work, shape, left, right), 0)
     total = total * shape.HEADS_KV
     busy = tl.minimum(tl.maximum(total, 1), programs)
@@ -132,7 +131,7 @@ def share(program, programs, slots, limits, work, shape, left, right):
     before1 = g0
     units1 = g0
     sofar = g0
-    for c in range(0, groups, _CHUNK):
+    for c in range(0, groups, CHUNK):
         units = _units(c + offs, slots, limits, work, shape, left, right)
         ends = sofar + tl.cumsum(units, 0) * shape.HEADS_KV
         begins = ends - units * shape.HEADS_KV
