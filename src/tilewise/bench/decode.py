@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import errors
 from . import report, results
 from .check import FLOORS
-from .decode_cases import SETS, Contestant, DecodeCase, DecodeData, contestants, error, make
+from .decode_cases import SETS, DecodeCase, DecodeData, error, make
+from .decode_peers import Contestant, contestants
 from .results import Entry, Work
 from .runner import Bench, Settings, records
 from .timing import Call, interleave
@@ -59,8 +60,7 @@ def _admit(
             return None
         return series(made, device)
     except Exception as raised:  # whatever a contestant raises is its result, and the others go on
-        first = (str(raised).strip() or "no message").splitlines()[0]
-        entry.status, entry.reason = results.FAILS, f"{type(raised).__name__}: {first[:300]}"
+        entry.status, entry.reason = results.FAILS, results.what_failed(raised)
         return None
 
 
@@ -71,8 +71,8 @@ def run_case(case: DecodeCase, peers: Sequence[Contestant], settings: Settings, 
     calls: dict[str, Call] = {}
     with torch.no_grad():
         for peer in peers:
-            entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE)
-            call = _admit(case, peer, entry, data, settings.device)
+            entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE, peer.available())
+            call = None if entry.reason is not None else _admit(case, peer, entry, data, settings.device)
             if call is not None:
                 calls[peer.name] = call
         timed = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
@@ -88,6 +88,7 @@ def line(record: Mapping[str, Any]) -> str:
     rates = [
         f"{name} {entry['gb_s']:,.0f}" if entry["status"] == results.TIMED else f"{name} {entry['status']}"
         for name, entry in record["peers"].items()
+        if entry["status"] != results.UNAVAILABLE
     ]
     ratio = "" if record["ratio"] is None else f"  ratio {record['ratio']:.3f} to {record['best_peer']}"
     return f"{record['name']}: {', '.join(rates)} GB/s{ratio}"
@@ -145,6 +146,6 @@ def run(
     entrants = named(peers, settings.device)
     document, _ = records(
         cases, lambda case, bench: run_case(case, entrants, settings, bench), settings, "alternating, graph, cold L2",
-        {}, on_case,
+        {peer.name: peer.version() for peer in entrants if peer.available() is None}, on_case,
     )  # fmt: skip
     return document

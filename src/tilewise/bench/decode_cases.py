@@ -1,4 +1,4 @@
-"""Calls with a key/value cache: which are timed, their tensors, and who takes part.
+"""Calls with a key/value cache: which are timed, and their tensors.
 
 A case has several caches, more than the L2 holds together, and a call for each: whoever runs them in turn finds no key
 of a call in the L2.
@@ -6,19 +6,13 @@ of a call in the L2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import tilewise
-
-from .. import dispatch, reference
+from .. import reference
 from ..cache_arguments import prepare
 from ..kvcache import FP8, CacheInputs, CacheProblem
 from .cases import DTYPES
@@ -211,53 +205,3 @@ def error(case: DecodeCase, data: DecodeData, out: Tensor) -> float:
         relative = (got - truth).norm(dim=-1) / truth.norm(dim=-1).clamp(min=1e-30)
         worst = max(worst, float(relative.nan_to_num(nan=float("inf")).max()))
     return worst
-
-
-# What a contestant makes of a call: a function that does it and returns the output [batch, rows, heads, Dv].
-Make = Callable[[DecodeCase, DecodeData], "Callable[[], Tensor] | str"]
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """One contestant: its name, whether it is ours, and how it does a call, or why it does not."""
-
-    name: str
-    ours: bool
-    make: Make
-
-
-def _ours(backend: str, case: DecodeCase, data: DecodeData) -> Callable[[], Tensor] | str:
-    if why := dispatch.cache_reasons(backend, posed(case, data)[0]):
-        return "; ".join(why)
-    entry = tilewise.attention_with_kvcache
-    return partial(entry, data.q, data.k, data.v, backend=backend, **options(case, data))
-
-
-def _sdpa(backend: SDPBackend, case: DecodeCase, data: DecodeData) -> Callable[[], Tensor] | str:
-    asked = {
-        "pages": case.page_size,
-        "an fp8 cache": case.fp8,
-        "a latent cache": case.latent,
-        "several rows": case.rows > 1,
-    }
-    missing = [name for name, wanted in asked.items() if wanted]
-    if missing:
-        return f"has no {', '.join(missing)}"
-    q, k, v = (x.transpose(1, 2) for x in (data.q, data.k, data.v))
-    attend = partial(functional.scaled_dot_product_attention, q, k, v, enable_gqa=case.heads != case.heads_kv)
-
-    def call() -> Tensor:
-        with sdpa_kernel(backend):
-            return attend().transpose(1, 2)
-
-    return call
-
-
-def contestants(device: torch.device) -> list[Contestant]:
-    """Our backends for the device, and PyTorch's kernels on a GPU."""
-    names = [name for name in dispatch.BACKENDS if (name == "cpu") == (device.type == "cpu")]
-    found = [Contestant(f"tilewise.{name}", True, partial(_ours, name)) for name in names]
-    if device.type == "cuda":
-        found.append(Contestant("cudnn", False, partial(_sdpa, SDPBackend.CUDNN_ATTENTION)))
-        found.append(Contestant("fa2", False, partial(_sdpa, SDPBackend.FLASH_ATTENTION)))
-    return found

@@ -81,14 +81,19 @@ class Peer:
 
     def version(self) -> str:
         """Of the package that it comes in."""
-        if self.ours:
-            return tilewise.__version__
-        if self.package is None:
-            return f"torch {torch.__version__}"
-        try:
-            return f"{self.package} {metadata.version(self.package)}"
-        except metadata.PackageNotFoundError:  # on the path without having been installed
-            return f"{self.package}, version unknown"
+        return version_of(self.package, self.ours)
+
+
+def version_of(package: str | None, ours: bool) -> str:
+    """Of a contestant's package; None is PyTorch."""
+    if ours:
+        return tilewise.__version__
+    if package is None:
+        return f"torch {torch.__version__}"
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:  # on the path without having been installed
+        return f"{package}, version unknown"
 
 
 def calls(case: Case, data: Data, attend: Attend, layout: Callable[[Tensor], Tensor] = _same) -> Calls:

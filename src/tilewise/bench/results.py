@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -58,6 +59,22 @@ class Entry:
     watts: float | None = None
     ours_over_it: tuple[float, float, float] | None = None
     rounds_ms: list[float] = field(default_factory=list)
+
+
+def what_failed(error: Exception) -> str:
+    """An error in a line: its kind and the first line of what it says, or of the code that raised it without a word.
+
+    >>> try:
+    ...     raise ValueError("too long\\nmuch too long")
+    ... except ValueError as error:
+    ...     print(what_failed(error))
+    ValueError: too long
+    """
+    said = str(error).strip()
+    if not said:
+        frames = traceback.extract_tb(error.__traceback__)
+        said = f"no message, at {frames[-1].line or frames[-1].name}" if frames else "no message"
+    return f"{type(error).__name__}: {said.splitlines()[0][:300]}"
 
 
 @dataclass(frozen=True)

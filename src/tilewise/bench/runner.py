@@ -89,8 +89,7 @@ class Contest:
                 entry.status, entry.reason = results.WRONG, found.complaint
                 return
         except Exception as error:  # whatever a contestant raises is its result, and the others go on
-            first = (str(error).strip() or "no message").splitlines()[0]
-            entry.status, entry.reason = results.FAILS, f"{type(error).__name__}: {first[:300]}"
+            entry.status, entry.reason = results.FAILS, results.what_failed(error)
             return
         self.calls[peer.name] = _timed(ready, data)
 

@@ -57,8 +57,7 @@ def _admit(peer: Peer, training: Training, wanted: Expected, entry: Entry, setti
             return None
         errors = step_cases.errors(training.outcome(attend), wanted.truth)
     except Exception as raised:  # whatever a contestant raises is its result, and the others go on
-        first = (str(raised).strip() or "no message").splitlines()[0]
-        entry.status, entry.reason = results.FAILS, f"{type(raised).__name__}: {first[:300]}"
+        entry.status, entry.reason = results.FAILS, results.what_failed(raised)
         return None
     entry.error = min(max(errors.values()), 1e30)  # JSON has no infinity
     wrong = [
