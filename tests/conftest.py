@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         parameters = getattr(item, "callspec", None)
         here = parameters.params.get("target") if parameters else None
-        return not (here and here.interpreted and item.get_closest_marker("large"))
+        return not (here and here.interpreted and here.name == "triton" and item.get_closest_marker("large"))
 
     deselected = [item for item in items if not runs(item)]
     if deselected:

@@ -24,7 +24,7 @@ from .gradients import backward as _backward
 NAME = "triton"
 
 if triton.knobs.runtime.interpret:
-    from . import interpreter
+    from ..kernels import interpreter
 
     interpreter.mend()
 

@@ -15,6 +15,7 @@ from ..kernels import append, compiled, decode_plan
 from ..kernels import cache as cache_slots
 from ..kernels.cache import Scales, Slots
 from ..kernels.call import Call, prepare
+from ..kernels.placement import on
 from ..kernels.replay import Tape
 from ..kernels.rotary import Rope
 from ..kernels.rows import rows_of
@@ -234,7 +235,7 @@ def attend_cache(
     call = Launch(problem, inputs, tile, plan)
     out = tape.empty(attention.out_shape(q), attention.out_dtype, q.device)
     lse = tape.empty(attention.lse_shape(q), torch.float32, q.device)
-    with launch.on(q.device):
+    with on(q.device):
         _append(call, tape)
         if lse.numel():
             _attend(call, out, lse, tape)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..kernels import score
 from ..kernels.call import prepare
+from ..kernels.placement import on
 from ..kernels.replay import Tape
 from ..kernels.rows import rows_of
 from ..kernels.score import LN2, LOG2E
@@ -138,6 +139,6 @@ def forward(
             *(rows_of(x, problem.packed) for x in (q, inputs.k, inputs.v, out)), lse, sinks,
             *call.variant(tile), launch.shape(problem, tile), *call.sizes,
         )  # fmt: skip
-        with launch.on(q.device):
+        with on(q.device):
             tape.launch(forward_kernel, programs, arguments, **tile.launch_options)
     return out, lse

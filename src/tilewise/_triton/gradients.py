@@ -9,6 +9,7 @@ import torch
 import triton
 
 from ..kernels.call import Call, prepare
+from ..kernels.placement import on
 from ..kernels.replay import Tape
 from ..kernels.rows import Rows, rows_of
 from ..kernels.sinks import gradient_of_sinks
@@ -44,7 +45,7 @@ def backward(
         do = do.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     result: dict[str, torch.Tensor] = {}
-    with launch.on(problem.device):
+    with on(problem.device):
         stats = statistics(call, (out, lse), (do, dlse), tile("delta"), tape)
         operands = tuple(rows_of(x, problem.packed) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
@@ -13,11 +9,6 @@ from ..mask_algebra import TOP_LEFT
 from ..problem import Problem
 from ..tiles import TileConfig
 from .device import Shape
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels run on the tensors' device, whichever is current."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def block(head_dim: int) -> int:

@@ -7,13 +7,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
 
 from .. import errors
 from ..kernels import compiled
 from ..kernels.replay import Repeated, Tape
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
-from . import gradients, launch, variants
+
+INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED:
+    from .interpreter import mend
+
+    # Before any kernel is defined.
+    mend()
+
+from . import gradients, launch, variants  # noqa: E402
 
 NAME = "hopper"
 MAX_HEAD_DIM = 256
@@ -25,7 +34,7 @@ def _launch(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor]
 
 def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a pass of the problem; empty if it can."""
-    if problem.capability != (9, 0):
+    if problem.capability != (9, 0) and not (INTERPRETED and problem.device.type == "cpu"):
         where = f"compute capability {problem.capability}" if problem.capability else str(problem.device)
         return [f"tensors on {where}; it needs compute capability 9.0 (H100, H200)"]
     dims = (problem.head_dim, problem.head_dim_v)
@@ -36,6 +45,8 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     reasons = [reason for reason, holds in refused.items() if holds]
     if pass_ != "forward":
         reasons += gradients.unsupported_reasons(problem)
+        if not INTERPRETED:
+            reasons += gradients.unproven_reasons(problem)
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:

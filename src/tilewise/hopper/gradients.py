@@ -11,6 +11,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.call import Call, prepare
+from ..kernels.placement import on, processors
 from ..kernels.replay import Tape
 from ..kernels.rows import rows_of
 from ..kernels.score import Variant
@@ -52,12 +53,21 @@ def _apart(problem: Problem) -> bool:
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
-    """Why the backward pass does not serve a problem that the forward does.
+    """Why the backward pass does not serve a problem that the forward does."""
+    p = problem
+    refused = {
+        "a backward pass with bias or ALiBi": p.has_bias or p.has_alibi,
+        "a backward pass with dropout, of gradients one by one": p.has_dropout and _apart(p),
+        # TMA counts the statistics of all of them in one line.
+        "a backward pass of 2**31 rows of all heads, or more": p.batch * p.heads_q * p.seqlen_q >= 1 << 31,
+    }
+    return [reason for reason, holds in refused.items() if holds]
 
-    The kernels take more than they are given here: what they have not yet been held to on a GPU is left to others.
-    """
+
+def unproven_reasons(problem: Problem) -> list[str]:
+    """What of the backward pass has yet to be held to the conformance suite on a GPU; until then others serve it."""
     p, options = problem, problem.options
-    plain = not (p.has_bias or p.has_alibi or p.has_sinks or p.has_dropout or options.softcap or options.score_mod)
+    plain = not (p.has_sinks or p.has_dropout or options.softcap or options.score_mod)
     whole = p.seqlen_q % _STAT_ROWS == 0 and p.seqlen_k % _STAT_ROWS == 0
     refused = {
         f"a backward pass of head dims above {_TOGETHER}": max(p.head_dim, p.head_dim_v) > _TOGETHER,
@@ -66,8 +76,6 @@ def unsupported_reasons(problem: Problem) -> list[str]:
         "a backward pass of other masks than causal ones and windows": not is_band(options.mask),
         "a backward pass with modified scores, sinks or dropout": not plain,
         f"a backward pass of lengths that are no multiples of {_STAT_ROWS}": not p.packed and not whole,
-        # TMA counts the statistics of all of them in one line.
-        "a backward pass of 2**31 rows of all heads, or more": p.batch * p.heads_q * p.seqlen_q >= 1 << 31,
     }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -101,7 +109,7 @@ def backward(
         result = {name: x.zero_() for name, x in result.items()}
         stats = None
     else:
-        with torch.cuda.device(problem.device):
+        with on(problem.device):
             stats = _statistics(call, (out, lse), (do, dlse), tape)
             if stats.dq_sum is None:
                 for name in names:
@@ -172,24 +180,24 @@ def _listed(
 ) -> Listed:
     """Who works on which keys, or rows; `x` is a gradient of theirs."""
     p = call.problem
-    processors = torch.cuda.get_device_properties(p.device).multi_processor_count
+    programs = processors(p.device)
     if of_rows:
         tiles, length, others = Tiles(p.heads_q, tile.block_m, tile.block_n), p.seqlen_q, p.seqlen_k
     else:
         tiles, length, others = Tiles(p.heads_kv, tile.block_n, tile.block_m), p.seqlen_k, p.seqlen_q
     if p.packed:
-        return by_length(call, _members(call, inputs, of_rows), (x, x, 0, 0), tiles, processors, tape)
+        return by_length(call, _members(call, inputs, of_rows), (x, x, 0, 0), tiles, programs, tape)
     number = -(-length // tiles.block_m)
     if variant.plan is not None:
-        return by_plan(variant.plan, (p.batch, tiles.heads, number), processors)
+        return by_plan(variant.plan, (p.batch, tiles.heads, number), programs)
     left, right = call.sizes[3:]
     off = int(p.offset(p.seqlen_q, p.seqlen_k))
     seen = Bounds(length, others, off, left, right) if of_rows else Bounds(length, others, -off, right, left)
     together = 0
     if not of_rows:
         bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
-        together = max(1, _L2 // bytes_of_pair, -(-processors // number))
-    dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, processors, p.device, together)
+        together = max(1, _L2 // bytes_of_pair, -(-programs // number))
+    dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device, together)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 

@@ -10,6 +10,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..kernels.placement import on, processors
 from ..kernels.replay import Tape
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
@@ -134,8 +135,8 @@ def plan(problem: Problem) -> Plan | None:
         return None
     tile = tile_of(problem, band.middle_keys())
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    dealt = deal(band, tile.block_m, tile.block_n, pairs, processors, problem.device)
+    programs = processors(problem.device)
+    dealt = deal(band, tile.block_m, tile.block_n, pairs, programs, problem.device)
     clean = {"CLEAN": gl.constexpr(band.left is not None or band.right is not None)}
     shape = Shape(*map(gl.constexpr, sizes(problem, tile)), **clean)
     return Plan(
@@ -175,6 +176,6 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> tuple
         this.shape,
         *this.compiled,
     )
-    with torch.cuda.device(q.device):
+    with on(q.device):
         tape.launch(forward_kernel, this.dealt.programs, arguments, num_warps=4, maxnreg=this.maxnreg)
     return out, lse

@@ -10,6 +10,7 @@ import triton.experimental.gluon.language as gl
 
 from ..kernels.call import Call, prepare
 from ..kernels.kept import Kept
+from ..kernels.placement import on, processors
 from ..kernels.replay import Tape
 from ..kernels.score import Variant
 from ..mask_algebra import TOP_LEFT, And, Mask
@@ -125,7 +126,7 @@ class Members(NamedTuple):
 
 
 def by_length(
-    call: Call, members: Members, blanked: tuple[torch.Tensor, torch.Tensor, int, int], tiles: Tiles, processors: int,
+    call: Call, members: Members, blanked: tuple[torch.Tensor, torch.Tensor, int, int], tiles: Tiles, programs: int,
     tape: Tape,
 ) -> Listed:  # fmt: skip
     """Tiles of a packed call in the order of how much they see, listed on the device.
@@ -143,8 +144,8 @@ def by_length(
         *members[:3], p.batch, total, *members.longest, bound, reach, table, *blanked, p.options.align == TOP_LEFT,
         tiles.block_m,
     )  # fmt: skip
-    tape.launch(packed.list_kernel, max(p.batch, processors), arguments, num_warps=4)
-    return Listed(table, 0, min(processors, most * tiles.heads))
+    tape.launch(packed.list_kernel, max(p.batch, programs), arguments, num_warps=4)
+    return Listed(table, 0, min(programs, most * tiles.heads))
 
 
 def _listed(
@@ -152,16 +153,16 @@ def _listed(
 ) -> Listed:
     """Who works on what."""
     p, (out, lse) = call.problem, results
-    processors = torch.cuda.get_device_properties(p.device).multi_processor_count
+    programs = processors(p.device)
     if p.packed:
         offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
         members = Members(*offsets, inputs.seqused_k, longest, call.sizes[4])
-        return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, processors, tape)
+        return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, programs, tape)
     if plan is not None:
-        return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), processors)
+        return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), programs)
     left, right = call.sizes[3:]
     band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
-    dealt = deal(band, tiles.block_m, tiles.block_n, p.batch * tiles.heads, processors, p.device)
+    dealt = deal(band, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 
@@ -209,7 +210,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
     q, k, v = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     rows = launch.ROWS // stacked
-    with torch.cuda.device(q.device):
+    with on(q.device):
         listed = _listed(call, variant.plan, inputs, (out, lse), tiles, tape)
         arguments = (
             launch.descriptor(q, rows, d, stacked),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from . import score
 from .score import Sequence
 
 
@@ -160,3 +161,15 @@ def load_tile(base, rows, inside, START: tl.constexpr, STOP: tl.constexpr, BLOCK
     else:
         tile = tl.load(ptrs, mask=(d < STOP)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def visible(variant, extra, tree, seq, rows, keys, limits, left, right):
+    """`score.visible`, and the tree: what each row sees of the newest keys."""
+    seen = score.visible(variant, extra, seq, rows, keys, left, right)
+    if tree is not None:
+        column = keys - (seq.len_k - seq.len_q)
+        inside = (column >= 0) & (column < seq.len_q) & (rows < seq.len_q)
+        at = tree + seq.b.to(tl.int64) * limits.tree_batch + rows * limits.seqlen_q + column
+        seen = seen & ((column < 0) | (tl.load(at, mask=inside, other=0) != 0))
+    return seen

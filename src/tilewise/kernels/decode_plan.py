@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from . import cache
+from .score import Span
 
 # How a plan cuts: evenly among programs, at multiples of so many keys, or into so many parts.
 BALANCED = tl.constexpr(0)
@@ -182,3 +183,22 @@ def pieces_from(program, programs, begin, units, total):
     busy = tl.minimum(total, programs).to(tl.int64)
     last = ((begin + units).to(tl.int64) * busy + total - 1) // total - 1
     return (last - program + 1).to(tl.int32)
+
+
+@triton.jit
+def span_of(piece, group, tree, left, right, shape):
+    """The tiles of a piece."""
+    seq = group.seq
+    full_first = group.lo
+    full_last = seq.len_k
+    if left is not None:
+        full_first = tl.maximum(full_first, group.last_row - 1 + seq.off - left)
+    if right is not None:
+        full_last = tl.minimum(full_last, group.first_row + seq.off + right + 1)
+    if tree is not None:
+        full_last = tl.minimum(full_last, seq.len_k - seq.len_q)
+    lo = piece.lo // shape.BLOCK_N
+    hi = tl.where(piece.hi > piece.lo, tl.cdiv(piece.hi, shape.BLOCK_N), lo)
+    full_lo = cache.clamp(tl.cdiv(full_first, shape.BLOCK_N), lo, hi)
+    full_hi = cache.clamp(tl.maximum(full_last, 0) // shape.BLOCK_N, full_lo, hi)
+    return Span(lo, full_lo, full_hi, hi, group.lo, group.hi)

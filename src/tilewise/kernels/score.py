@@ -95,6 +95,20 @@ class Sequence(NamedTuple):
     off: Any
 
 
+class Span(NamedTuple):
+    """What a tile has to visit: tiles ``lo .. hi``, of which ``full_lo .. full_hi`` need no element test.
+
+    `first .. last` are the rows or keys that anything in the tile sees.
+    """
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+    first: Any
+    last: Any
+
+
 class Chain(NamedTuple):
     """A score tile in base 2, and what its derivative needs: tanh of the softcap and the value given to score_mod."""
 

@@ -57,8 +57,13 @@ def _convert_as_torch(x: Any, before: Any, after: Any, rounding: Any) -> Any:
     return made.view(getattr(torch, f"int{bits}")).numpy().view(getattr(np, f"uint{bits}")).reshape(x.shape)
 
 
-def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
+def begin() -> None:
+    """A launch begins: the last one's patches are gone."""
     _patched.clear()
+
+
+def _launch_quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
+    begin()
     # A GPU warns of no NaN either.
     with np.errstate(all="ignore"):
         return _launch(self, *args, **kwargs)

@@ -1,0 +1,58 @@
+"""What the kernels say in PTX, as functions of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from .memory import as_float, tensor
+
+
+def _arrays(args: Sequence[Any]) -> list[np.ndarray]:
+    return list(np.broadcast_arrays(*(x.handle.data for x in args)))
+
+
+def _same(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
+    return args[0]
+
+
+def _bits16(x: Any, dtype: Any) -> np.ndarray:
+    return x.to(dtype).handle.data.view(np.uint16).astype(np.uint32)
+
+
+def _pack(dtype: Any) -> Callable[..., Any]:
+    def run(machine: Any, args: Sequence[Any], _: Any) -> Any:
+        low, high = (_bits16(x, dtype) for x in args)
+        return tensor((low | high << 16).view(np.int32), tl.int32)
+
+    return run
+
+
+def _cut(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
+    """Each half of the first, at least that of the second and at most that of the third."""
+    x, least, most = (np.ascontiguousarray(a).astype(np.int32).view(np.uint16) for a in _arrays(args))
+    return tensor(np.minimum(np.maximum(x, least), most).view(np.int32), tl.int32)
+
+
+def _sum_of_zeros(dtype: Any) -> Callable[..., Any]:
+    def run(machine: Any, args: Sequence[Any], _: Any) -> Any:
+        words = [np.ascontiguousarray(a).view(np.uint16) for a in _arrays(args)]
+        total = sum(as_float(x.view(np.float16) if dtype == tl.float16 else x, dtype) * np.float32(0) for x in words)
+        # NaN has every bit of the exponent, in either type.
+        return tensor(np.where(np.isnan(total), 0x7FFF, 0).astype(np.uint16).view(np.int32), tl.int32)
+
+    return run
+
+
+# By what a text has that no other has.
+INSTRUCTIONS: dict[str, Callable[..., Any]] = {
+    r"^mov\.b32 \$0, \$1;$": _same,
+    r"^cvt\.rn\.bf16x2": _pack(tl.bfloat16),
+    r"^cvt\.rn\.f16x2": _pack(tl.float16),
+    r"max\.u16x2 .* min\.u16x2": _cut,
+    r"fma\.rn\.bf16x2": _sum_of_zeros(tl.bfloat16),
+    r"fma\.rn\.f16x2": _sum_of_zeros(tl.float16),
+}
