@@ -24,7 +24,6 @@ from ..kernels.cache import PER_ITEM, PER_PAGE, Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
 from . import device, packed_rows
-from .device import Span
 
 # With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
 # are normal numbers of fp32 and bf16.
@@ -80,37 +79,6 @@ class Parts(NamedTuple):
     out: Any
     lse: Any
     cuts: Any
-
-
-@triton.jit
-def span_of(piece, group, tree, left, right, shape):
-    """The tiles of a piece."""
-    seq = group.seq
-    full_first = group.lo
-    full_last = seq.len_k
-    if left is not None:
-        full_first = tl.maximum(full_first, group.last_row - 1 + seq.off - left)
-    if right is not None:
-        full_last = tl.minimum(full_last, group.first_row + seq.off + right + 1)
-    if tree is not None:
-        full_last = tl.minimum(full_last, seq.len_k - seq.len_q)
-    lo = piece.lo // shape.BLOCK_N
-    hi = tl.where(piece.hi > piece.lo, tl.cdiv(piece.hi, shape.BLOCK_N), lo)
-    full_lo = cache.clamp(tl.cdiv(full_first, shape.BLOCK_N), lo, hi)
-    full_hi = cache.clamp(tl.maximum(full_last, 0) // shape.BLOCK_N, full_lo, hi)
-    return Span(lo, full_lo, full_hi, hi, group.lo, group.hi)
-
-
-@triton.jit
-def visible(variant, extra, tree, seq, rows, keys, limits, left, right):
-    """`score.visible`, and the tree: what each row sees of the newest keys."""
-    seen = score.visible(variant, extra, seq, rows, keys, left, right)
-    if tree is not None:
-        column = keys - (seq.len_k - seq.len_q)
-        inside = (column >= 0) & (column < seq.len_q) & (rows < seq.len_q)
-        at = tree + seq.b.to(tl.int64) * limits.tree_batch + rows * limits.seqlen_q + column
-        seen = seen & ((column < 0) | (tl.load(at, mask=inside, other=0) != 0))
-    return seen
 
 
 @triton.jit
@@ -217,7 +185,7 @@ def _attend(
         if not variant.fold:
             s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
         if MASKED:
-            seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
+            seen = cache.visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
             s = tl.where(seen, s, float("-inf"))
         acc, l_i, m_i, p = update(acc, l_i, m_i, s, assumed, variant, shape, MASKED)
         if shape.SHARED:
@@ -236,7 +204,7 @@ def _attend(
             strange_tile = device.any_strange(v_tile)
             if strange_tile:
                 v_tile, strange = device.finite(v_tile)
-                seen = visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
+                seen = cache.visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
                 acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
         acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
@@ -396,7 +364,7 @@ def decode_kernel(
             if sinks is not None:
                 # Counted once, with an item's first keys.
                 sink = tl.where(piece.is_first, tl.load(sinks + heads).to(tl.float32), float("-inf"))
-            span = span_of(piece, group, tree, left, right, shape)
+            span = decode_plan.span_of(piece, group, tree, left, right, shape)
             place = cache.row_of(slots, group.seq.b, limits), h
             o, lse_tile = compute(
                 tiles, k, v, slots, scales, tree, place, sink, span, seq, limits, variant, extra, shape, left, right,

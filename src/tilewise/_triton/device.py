@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
-from ..kernels.score import INTERPRETED, Sequence
+from ..kernels.score import INTERPRETED, Sequence, Span
 
 
 class Shape(NamedTuple):
@@ -34,20 +34,6 @@ class Shape(NamedTuple):
     BLOCK_N: Any
     WANT_K: Any
     WANT_V: Any
-
-
-class Span(NamedTuple):
-    """What a tile has to visit: tiles ``lo .. hi``, of which ``full_lo .. full_hi`` need no element test.
-
-    `first .. last` are the rows or keys that anything in the tile sees.
-    """
-
-    lo: Any
-    full_lo: Any
-    full_hi: Any
-    hi: Any
-    first: Any
-    last: Any
 
 
 @triton.jit
