@@ -36,7 +36,7 @@ LONG_SIGNATURES = {
     "cache_api.py": {"attention_with_kvcache"},
     "shared_prefix.py": {"attention_with_shared_prefix"},
     "paged_cache.py": {"__init__"},
-    "explain.py": {"explain"},
+    "explanation.py": {"explain"},
     "arguments.py": {"prepare"},
     "cli.py": {"explain"},
     # Signatures of others.

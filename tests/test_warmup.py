@@ -15,7 +15,7 @@ from conformance.features import striped
 from tilewise import errors
 from tilewise.cache_arguments import prepare
 from tilewise.kvcache import FP8
-from tilewise.warmup import run
+from tilewise.warming import run
 
 CALLS: dict[str, Callable[[], CacheCall]] = {
     "rows": lambda: draw_call(Sizes(rows=3, new=3), torch.float32, Draw("cpu")),

@@ -7,7 +7,7 @@ arrangement per call and traces under `torch.compile(fullgraph=True)`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,14 @@ _INPUTS = (
 _N_INPUTS = len(Inputs._fields)
 
 library = torch.library.Library("tilewise", "DEF")
-library.define(f"forward({_INPUTS}) -> (Tensor, Tensor)")
-library.define(f"backward(Tensor out, Tensor lse, Tensor? do, Tensor? dlse, str needs, {_INPUTS}) -> Tensor[]")
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make a function an operator: `run` is called on every device, `fake` by compilers, for shapes alone."""
+    name, _, _ = schema.partition("(")
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{name}", fake, lib=library)
 
 
 def _problem(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs]:
@@ -100,9 +106,12 @@ def _backward_vmap(info: Any, dims: tuple[Any, ...], *arguments: Any) -> Any:
     return list(results), dim
 
 
-for _name, _impl, _fake in (("forward", _forward, _forward_fake), ("backward", _backward, _backward_fake)):
-    library.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=library)
+register(f"forward({_INPUTS}) -> (Tensor, Tensor)", _forward, _forward_fake)
+register(
+    f"backward(Tensor out, Tensor lse, Tensor? do, Tensor? dlse, str needs, {_INPUTS}) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

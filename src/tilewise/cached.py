@@ -1,8 +1,4 @@
-"""From a checked call with a cache to a backend: two `torch.library` operators and their fakes.
-
-One only reads the cache; the other appends to it, and says so in its schema, so that `torch.compile` keeps the order of
-a model's calls and copies no cache.
-"""
+"""From a checked call with a cache to a backend, through the operators of `cache_operators`."""
 
 from __future__ import annotations
 
@@ -23,12 +19,6 @@ from .problem import decode as decode_options
 _N_INPUTS = len(CacheInputs._fields)
 
 
-def _schema(name: str, cache: str) -> str:
-    required = {"q": "Tensor", "k_cache": cache.format("a"), "v_cache": cache.format("b"), "cache_seqlens": "Tensor"}
-    tensors = ", ".join(f"{required.get(field, 'Tensor?')} {field}" for field in CacheInputs._fields)
-    return f"{name}({tensors}, Tensor[] extras, str options, str static, SymInt max_seqlen_q) -> (Tensor, Tensor)"
-
-
 def _problem(arguments: Sequence[Any]) -> tuple[CacheProblem, CacheInputs]:
     """The problem that an operator's arguments describe."""
     inputs = CacheInputs(*arguments[:_N_INPUTS])
@@ -42,7 +32,8 @@ def _static(spec: str) -> Static:
     return Static(*ast.literal_eval(spec))
 
 
-def _serve(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def serve_operator(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What both operators do."""
     problem, inputs = _problem(arguments)
     cache_checks.metadata(problem, inputs)
     return serve(problem, inputs)
@@ -68,17 +59,12 @@ def moves(x: torch.Tensor, device: torch.device) -> bool:
     return x.device != device or not x.is_contiguous()
 
 
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def results(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of both operators, without values."""
     problem, inputs = _problem(arguments)
     call, q = problem.attention, inputs.q
     out = q.new_empty(call.out_shape(q), dtype=call.out_dtype)
     return out, q.new_empty(call.lse_shape(q), dtype=call.compute_dtype)
-
-
-for _name, _cache in (("attend_cache", "Tensor"), ("append_and_attend_cache", "Tensor({}!)")):
-    autograd.library.define(_schema(_name, _cache))
-    autograd.library.impl(_name, _serve, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=autograd.library)
 
 
 def _refuse_transforms(inputs: CacheInputs) -> None:

@@ -14,7 +14,7 @@ from . import errors, surroundings
 from .bench import main as run_bench
 from .demo import DemoConfig
 from .demo import run as run_demo
-from .explain import explain as explain_call
+from .explanation import explain as explain_call
 from .report import Initial, Walk
 from .report import write as write_report
 from .textbook.quiz import Question, questions

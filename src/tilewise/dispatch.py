@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata, util
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import errors
-from .kvcache import CacheProblem
 from .problem import Inputs, Problem
+
+if TYPE_CHECKING:
+    from .kvcache import CacheProblem
 
 # Best first; imported only when a problem may be theirs.
 _MODULES = {"cpu": "tilewise.cpu", "hopper": "tilewise.hopper", "triton": "tilewise._triton"}
