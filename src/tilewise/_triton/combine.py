@@ -17,7 +17,6 @@ from ..kernels import cache, decode_plan
 from ..kernels.cache import Limits
 from ..kernels.decode_plan import BALANCED, Work
 from ..kernels.score import LN2, LOG2E
-from .packed_rows import stat_at
 
 # Partials that are merged in one go.
 _PIECES = tl.constexpr(16)
@@ -81,4 +80,4 @@ def combine_kernel(
     at = out.ptr + seq.b.to(tl.int64) * out.batch + (seq.q_start + i) * out.seq + head.to(tl.int64) * out.head
     tl.store(at + d, (acc / l_i).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
     total = tl.where(empty, float("-inf"), m_i + tl.log2(l_i) * LN2)
-    tl.store(lse + stat_at(seq, head, i, stat_rows, shape), total)
+    tl.store(lse + cache.stat_at(seq, head, i, stat_rows, shape), total)

@@ -386,4 +386,5 @@ def decode_kernel(
         tl.store(parts.cuts + program * 4 + 1, cut_head)
         tl.store(parts.cuts + program * 4 + 2, cut_pieces)
     if shape.RAGGED:
-        packed_rows.clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape)
+        d = tl.arange(0, shape.BLOCK_DV)
+        cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)

@@ -87,29 +87,8 @@ def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, stat_rows
         base = out.ptr + seq.b.to(tl.int64) * out.batch + seq.q_start * out.seq
         rows = i.to(tl.int64) * out.seq + heads.to(tl.int64) * out.head
         tl.store(base + rows[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=real)
-        tl.store(lse + stat_at(seq, heads, i, stat_rows, shape), lse_tile, mask=inside)
+        tl.store(lse + cache.stat_at(seq, heads, i, stat_rows, shape), lse_tile, mask=inside)
     else:
         rows = slot.to(tl.int64) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
         tl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], o, mask=real)
         tl.store(parts.lse + rows, lse_tile, mask=inside)
-
-
-@triton.jit
-def stat_at(seq, heads, i, stat_rows, shape):
-    """Where the LSE of rows is: [B, Hq, stat_rows], or ragged [Hq, stat_rows]."""
-    head = heads.to(tl.int64)
-    if not shape.RAGGED:
-        head += seq.b.to(tl.int64) * shape.HEADS
-    return head * stat_rows + seq.q_start + i
-
-
-@triton.jit
-def clear_tail(out, lse, slots, limits, program, programs, stat_rows, shape):
-    """Rows of a ragged q that belong to no sequence are 0, with LSE -inf."""
-    d = tl.arange(0, shape.BLOCK_DV)
-    end = cache.clamp(tl.load(slots.cu_q + limits.batch), 0, limits.total_q).to(tl.int32)
-    for row in range(end + program, limits.total_q, programs):
-        for head in range(shape.HEADS):
-            at = out.ptr + tl.cast(row, tl.int64) * out.seq + head * out.head
-            tl.store(at + d, tl.zeros_like(d).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
-            tl.store(lse + tl.cast(head, tl.int64) * stat_rows + row, float("-inf"))

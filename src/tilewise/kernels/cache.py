@@ -173,3 +173,23 @@ def visible(variant, extra, tree, seq, rows, keys, limits, left, right):
         at = tree + seq.b.to(tl.int64) * limits.tree_batch + rows * limits.seqlen_q + column
         seen = seen & ((column < 0) | (tl.load(at, mask=inside, other=0) != 0))
     return seen
+
+
+@triton.jit
+def stat_at(seq, heads, i, stat_rows, shape):
+    """Where the LSE of rows is: [B, Hq, stat_rows], or ragged [Hq, stat_rows]."""
+    head = heads.to(tl.int64)
+    if not shape.RAGGED:
+        head += seq.b.to(tl.int64) * shape.HEADS
+    return head * stat_rows + seq.q_start + i
+
+
+@triton.jit
+def clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape):
+    """Rows of a ragged q that belong to no sequence are 0, with LSE -inf; `d` are the dims of a row."""
+    end = clamp(tl.load(slots.cu_q + limits.batch), 0, limits.total_q).to(tl.int32)
+    for row in range(end + program, limits.total_q, programs):
+        for head in range(shape.HEADS):
+            at = out.ptr + tl.cast(row, tl.int64) * out.seq + head * out.head
+            tl.store(at + d, (d * 0).to(out.ptr.dtype.element_ty), mask=d < shape.HEAD_DIM_V)
+            tl.store(lse + tl.cast(head, tl.int64) * stat_rows + row, float("-inf"))
