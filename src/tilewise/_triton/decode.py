@@ -69,18 +69,6 @@ class Shape(NamedTuple):
     LANES: Any
 
 
-class Parts(NamedTuple):
-    """Partial results: fp32 [slots, BLOCK_M, head_dim_v] and [slots, BLOCK_M], and what programs tell `combine`.
-
-    `cuts`, int32 [programs, 4], of a balanced plan: for each program the item whose first piece is its last one, as
-    group and key head, and how many pieces that has; 0: there is none.
-    """
-
-    out: Any
-    lse: Any
-    cuts: Any
-
-
 @triton.jit
 def products(tiles, k_main, k_rest, shape):
     """``q k^T`` in fp32, [M, N]."""

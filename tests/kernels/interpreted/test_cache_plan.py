@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from tilewise import _triton
-from tilewise._triton.cache_launch import Launch, shape
+from tilewise._triton.cache_launch import shape
 from tilewise.cache_arguments import prepare
 from tilewise.decode.plan import Plan, work_list
 from tilewise.kernels import decode_plan
 from tilewise.kernels.cache import Limits, Slots
+from tilewise.kernels.cache_call import CacheCall
 from tilewise.kernels.decode_plan import Work
 from tilewise.kvcache import band, lengths
 from tilewise.tiles import TileConfig
@@ -74,7 +75,7 @@ CALLS: dict[str, dict[str, Any]] = {
 CUTS: list[dict[str, int]] = [{}, {"split_size": 128}, {"split_size": 384}, {"num_splits": 1}, {"num_splits": 3}]
 
 
-def posed(used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None = None, **options: Any) -> Launch:
+def posed(used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None = None, **options: Any) -> CacheCall:
     """A call of 4 over 2 heads."""
     batch = len(used)
     lead = [batch, rows] if ragged is None else [sum(ragged)]
@@ -83,7 +84,7 @@ def posed(used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None =
         options |= {"cu_seqlens_q": offsets, "max_seqlen_q": max(ragged)}
     q, cache = torch.zeros(*lead, 4, 16), torch.zeros(batch, 1024, 2, 16)
     problem, inputs = prepare(q, cache, cache.clone(), torch.tensor(used, dtype=torch.int32), **options)
-    return Launch(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, 5, whole=4))
+    return CacheCall(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, 5, whole=4))
 
 
 def named(rows: list[list[int]]) -> list[tuple[int, ...]]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..kernels import cache, decode_plan
-from ..kernels.cache import Limits
-from ..kernels.decode_plan import BALANCED, Work
-from ..kernels.score import LN2, LOG2E
+from . import cache, decode_plan
+from .cache import Limits
+from .decode_plan import BALANCED, Work
+from .score import LN2, LOG2E
 
 # Partials that are merged in one go.
 _PIECES = tl.constexpr(16)
