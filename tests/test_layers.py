@@ -18,8 +18,8 @@ LAYERS = {
     1: "reference softmax products quantize arguments checks cache_arguments cache_checks",
     2: "cpu kernels _triton hopper decode textbook",
     3: "autograd cached cache_operators dispatch eager eager_cache sharding batching axes",
-    4: "__init__ __main__ api nn jagged cache_api paged_cache shared_prefix warming explanation surroundings cli demo bench "
-    "report integrations compat distributed",
+    4: "__init__ __main__ api nn jagged cache_api paged_cache shared_prefix warming explanation surroundings cli demo "
+    "bench report integrations compat distributed",
 }
 LEVEL = {part: level for level, parts in LAYERS.items() for part in parts.split()}
 
