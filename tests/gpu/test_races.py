@@ -1,0 +1,132 @@
+"""Races show as bits that change: Hopper's kernels a thousand times over, undisturbed, and shifted in time by others.
+
+The forward pass and the repeatable backward pass give the same bits always. Where dq is added up by whoever comes
+first, dk and dv still do, and dq varies by the rounding of its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from disturbance import Disturbance
+
+import tilewise
+from conformance.calls import offsets
+from tilewise import _triton, hopper
+from tilewise.arguments import prepare
+
+REPEATS = 1000
+HEADS, LENGTH = 8, 1000
+MEMBERS = [1000, 0, 77, 512, 411]
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Kind(NamedTuple):
+    """What a class of calls has beside its head dim."""
+
+    options: dict[str, Any]
+    heads_kv: int = HEADS
+    packed: bool = False
+
+
+KINDS = {
+    "full": Kind({}),
+    "causal": Kind({"causal": True}),
+    "window": Kind({"window": (300, 50)}),
+    "packed": Kind({"causal": True}, packed=True),
+    "grouped": Kind({"causal": True}, heads_kv=2),
+    "dropout": Kind({"dropout_p": 0.1}),
+}
+# Head dims at which Hopper has all gradients from one kernel, and all that have a tile of their own.
+TOGETHER, HEAD_DIMS = (64, 128), (64, 128, 256)
+APART = [(d, name) for d in HEAD_DIMS for name in KINDS if name != "dropout"]
+DISTURBED = pytest.mark.parametrize("disturbed", [False, True], ids=["alone", "disturbed"])
+
+
+def drawn(head_dim: int, kind: Kind) -> tuple[Tensors, dict[str, Any]]:
+    """q, k, v, and the options of a call."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, options = (2, LENGTH), dict(kind.options)
+    if kind.packed:
+        rows, cu = (sum(MEMBERS),), offsets(MEMBERS, "cuda")
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH}
+    if "dropout_p" in options:
+        options["dropout_seed"] = torch.full((), 7, device="cuda")
+    shapes = [(*rows, heads, head_dim) for heads in (HEADS, kind.heads_kv, kind.heads_kv)]
+    return tuple(torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes), options
+
+
+def differing(call: Callable[[], Tensors], disturbed: bool, repeats: int = REPEATS) -> int:
+    """How many of so many calls give other bits than the first; the host waits once."""
+    disturb = Disturbance() if disturbed else lambda: None
+    first = call()
+    assert all(bool(x.isfinite().all()) for x in first)
+    wrong = torch.zeros((), dtype=torch.int64, device=first[0].device)
+    for _ in range(repeats):
+        disturb()
+        wrong += torch.stack([(bits(x) != bits(y)).any() for x, y in zip(call(), first, strict=True)]).any()
+    return int(wrong)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+@DISTURBED
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_forward(name: str, head_dim: int, disturbed: bool) -> None:
+    kind = KINDS[name]
+    tensors, options = drawn(head_dim, kind)
+    attend = tilewise.attention_varlen if kind.packed else tilewise.attention
+    assert differing(partial(attend, *tensors, **options, backend="hopper", return_lse=True), disturbed) == 0
+
+
+def gradients(backend: Any, head_dim: int, kind: Kind, deterministic: bool) -> Callable[[], Tensors]:
+    """The backward pass of a backend, asked directly: which calls are given to it does not matter here."""
+    tensors, options = drawn(head_dim, kind)
+    problem, inputs, _ = prepare(*tensors, **options, deterministic=deterministic)
+    out, lse = hopper.forward(problem, inputs)
+    do = torch.randn_like(out)
+
+    def call() -> Tensors:
+        found = backend.backward(problem, inputs, out, lse, do, None, ("q", "k", "v"))
+        return tuple(found[name] for name in ("q", "k", "v"))
+
+    return call
+
+
+@DISTURBED
+@pytest.mark.parametrize("head_dim, name", APART)
+def test_repeatable_backward(head_dim: int, name: str, disturbed: bool) -> None:
+    assert differing(gradients(hopper, head_dim, KINDS[name], deterministic=True), disturbed) == 0
+
+
+@DISTURBED
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_repeatable_backward_with_dropout(head_dim: int, disturbed: bool) -> None:
+    """Triton serves it."""
+    call = gradients(_triton, head_dim, KINDS["dropout"], deterministic=True)
+    assert differing(call, disturbed) == 0
+
+
+@DISTURBED
+@pytest.mark.parametrize("head_dim", TOGETHER)
+@pytest.mark.parametrize("name", KINDS)
+def test_backward(name: str, head_dim: int, disturbed: bool) -> None:
+    call = gradients(hopper, head_dim, KINDS[name], deterministic=False)
+    first, spread = call()[0], torch.zeros((), device="cuda")
+
+    def keys() -> Tensors:
+        dq, dk, dv = call()
+        torch.maximum(spread, (dq.float() - first.float()).abs().max(), out=spread)
+        return dk, dv
+
+    assert differing(keys, disturbed) == 0
+    # fp32 sums in another order may round to the next bf16 number, which is 2⁻⁷ of the largest away at most.
+    assert float(spread) <= float(first.float().abs().max()) * 2**-7
