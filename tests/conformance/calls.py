@@ -31,10 +31,13 @@ class Shape:
 
 
 class Draw:
-    """Random tensors on a device: drawn on the CPU, so that every backend gets the same numbers."""
+    """Random tensors on a device: drawn on the CPU, so that every backend gets the same numbers.
 
-    def __init__(self, device: str, seed: int = 0) -> None:
-        self.device = device
+    `dtype` is that of the packed calls drawn with it.
+    """
+
+    def __init__(self, device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = device, dtype
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -94,9 +97,10 @@ def offsets(lengths: Iterable[int], device: str, dtype: torch.dtype = torch.int3
 
 
 def packed(
-    lengths_q: list[int], lengths_k: list[int], draw: Draw, dtype: torch.dtype = torch.float32, **options: Any
+    lengths_q: list[int], lengths_k: list[int], draw: Draw, dtype: torch.dtype | None = None, **options: Any
 ) -> Call:
     """Members of these lengths, one after the other: 4 query heads over 2, head dims 16 and 24."""
+    dtype = dtype or draw.dtype
     q = draw.normal(sum(lengths_q), 4, 16, dtype=dtype)
     k, v = (draw.normal(sum(lengths_k), 2, n, dtype=dtype) for n in (16, 24))
     longest = {"max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0)}

@@ -100,7 +100,7 @@ def test_seed_from_the_generator(target: Target) -> None:
 
 @pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.999])
 def test_any_probability(target: Target, p: float) -> None:
-    verify(target, dense(Shape(2, 37, 53, 4, 2), torch.float32, Draw(target.device), dropout_p=p, dropout_seed=3))
+    verify(target, dense(Shape(2, 37, 53, 4, 2), target.dtype, Draw(target.device), dropout_p=p, dropout_seed=3))
 
 
 def test_gradients_belong_to_the_same_mask(target: Target) -> None:

@@ -32,14 +32,14 @@ def test_feature(target: Target, feature: str, dtype: str) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_more_queries_than_keys(target: Target, feature: str) -> None:
     draw = Draw(target.device)
-    verify(target, dense(TALL, torch.float32, draw, **FEATURES[feature](TALL, torch.float32, draw)))
+    verify(target, dense(TALL, target.dtype, draw, **FEATURES[feature](TALL, target.dtype, draw)))
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("feature", FEATURES)
 def test_many_tiles(target: Target, feature: str) -> None:
     draw = Draw(target.device)
-    verify(target, dense(LARGE, torch.float32, draw, **FEATURES[feature](LARGE, torch.float32, draw)))
+    verify(target, dense(LARGE, target.dtype, draw, **FEATURES[feature](LARGE, target.dtype, draw)))
 
 
 @pytest.mark.parametrize("dtype", SHORT)

@@ -22,14 +22,14 @@ SUBSETS = [subset for n in range(1, 7) for subset in combinations(DIFFERENTIABLE
 MARKED = [subset if len(subset) in (1, 6) else pytest.param(subset, marks=pytest.mark.large) for subset in SUBSETS]
 
 
-def _call(target: Target, shape: Shape = SHAPE, dtype: torch.dtype = torch.float32, **options: Any) -> Call:
+def _call(target: Target, shape: Shape = SHAPE, dtype: torch.dtype | None = None, **options: Any) -> Call:
     draw = Draw(target.device)
     tensors = {
         "bias": draw.normal(shape.heads_q, shape.seqlen_q, shape.seqlen_k),
         "alibi_slopes": draw.uniform(shape.heads_q),
         "sinks": draw.normal(shape.heads_q),
     }
-    return dense(shape, dtype, draw, causal=True, **tensors, **options)
+    return dense(shape, dtype or target.dtype, draw, causal=True, **tensors, **options)
 
 
 @pytest.mark.parametrize("needs", MARKED, ids=" ".join)
@@ -53,7 +53,7 @@ def test_only_what_is_asked_for(target: Target, needs: tuple[str, ...]) -> None:
 def test_of_plain_calls(target: Target, needs: tuple[str, ...], kind: str) -> None:
     """As above where a backend may have a shorter way."""
     verify(
-        target, dense(Shape(2, 33, 33, 4, 4), torch.float32, Draw(target.device), causal=True), kind=kind, needs=needs
+        target, dense(Shape(2, 33, 33, 4, 4), target.dtype, Draw(target.device), causal=True), kind=kind, needs=needs
     )
 
 
@@ -61,7 +61,7 @@ def test_of_plain_calls(target: Target, needs: tuple[str, ...], kind: str) -> No
 @pytest.mark.parametrize("feature", ["plain", "softcap", "bias", "dropout", "sinks", "window_two_sided", "everything"])
 def test_through_one_output(target: Target, feature: str, kind: str) -> None:
     draw = Draw(target.device)
-    verify(target, dense(SHAPE, torch.float32, draw, **FEATURES[feature](SHAPE, torch.float32, draw)), kind=kind)
+    verify(target, dense(SHAPE, target.dtype, draw, **FEATURES[feature](SHAPE, target.dtype, draw)), kind=kind)
 
 
 def test_none_where_none_is_needed(target: Target) -> None:
@@ -75,7 +75,7 @@ def test_none_where_none_is_needed(target: Target) -> None:
 
 def test_forward_is_the_same_with_and_without_gradient(target: Target) -> None:
     for options in ({}, {"causal": True}, {"softcap": 3.0}):
-        call = dense(SHAPE, torch.float32, Draw(target.device), **options)
+        call = dense(SHAPE, target.dtype, Draw(target.device), **options)
         with_gradient = compute(target, call, (None, None))
         out, lse = attend(target, call)
         assert torch.equal(out, with_gradient.out) and torch.equal(lse, with_gradient.lse)

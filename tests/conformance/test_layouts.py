@@ -54,8 +54,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def _base(target: Target, dtype: torch.dtype = torch.float32) -> Call:
-    return dense(SHAPE, dtype, Draw(target.device), causal=True, window=(20, None), deterministic=True)
+def _base(target: Target, dtype: torch.dtype | None = None) -> Call:
+    return dense(SHAPE, dtype or target.dtype, Draw(target.device), causal=True, window=(20, None), deterministic=True)
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", pytest.param("kv", marks=pytest.mark.large), "qkv"])
@@ -70,7 +70,7 @@ def test_inputs(target: Target, layout: str, names: str) -> None:
 
 def test_slices_of_one_projection(target: Target) -> None:
     """q, k, v as chunks of one tensor, as a fused qkv projection gives them."""
-    x = Draw(target.device).normal(2, 31, 4 + 2 + 2, 16)
+    x = Draw(target.device).normal(2, 31, 4 + 2 + 2, 16, dtype=target.dtype)
     q, k, v = x.split([4, 2, 2], dim=2)
     call = Call(q, k, v, {"causal": True})
     verify(target, call)
@@ -86,8 +86,8 @@ def test_expanded_keys(target: Target, dim: int) -> None:
     draw = Draw(target.device)
     sizes = [2, 21, 2, 16]
     sizes[dim] = 1
-    k, v = (draw.normal(*sizes).expand(2, 21, 2, 16) for _ in range(2))
-    call = Call(draw.normal(2, 21, 4, 16), k, v, {"causal": True})
+    k, v = (draw.normal(*sizes, dtype=target.dtype).expand(2, 21, 2, 16) for _ in range(2))
+    call = Call(draw.normal(2, 21, 4, 16, dtype=target.dtype), k, v, {"causal": True})
     verify(target, call)
 
 
@@ -102,7 +102,7 @@ DO_LAYOUTS: dict[str, Layout] = {
 @pytest.mark.parametrize("layout", DO_LAYOUTS)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": (20, None)}], ids=["plain", "window"])
 def test_gradient_of_the_output(target: Target, layout: str, options: dict[str, object]) -> None:
-    call = dense(SHAPE, torch.float32, Draw(target.device), deterministic=True, **options)
+    call = dense(SHAPE, target.dtype, Draw(target.device), deterministic=True, **options)
     do, _ = cotangents(call, Draw(target.device, seed=1))
     assert do is not None
     moved = DO_LAYOUTS[layout](do)
@@ -144,7 +144,7 @@ def test_bias(target: Target, layout: str) -> None:
         "sliced": torch.cat([bias, bias], dim=-1)[..., 43:],
         "expanded": bias[:1, :1].expand(2, 2, 35, 43),
     }[layout]
-    verify(target, dense(SHAPE, torch.float32, draw, causal=True, bias=moved))
+    verify(target, dense(SHAPE, target.dtype, draw, causal=True, bias=moved))
 
 
 def test_masks_ids_slopes_and_sinks(target: Target) -> None:
@@ -154,12 +154,12 @@ def test_masks_ids_slopes_and_sinks(target: Target) -> None:
     ids_q, ids_k = draw.integers(3, 2, 2 * 35)[:, ::2], draw.integers(3, 43, 2).T
     mask = tilewise.Document(ids_q, ids_k) & tilewise.masks.Dense(draw.bools(2, 2, 43, 35).mT)
     slopes, sinks = draw.uniform(2, 2).T, draw.normal(4)[::2]
-    verify(target, dense(SHAPE, torch.float32, draw, mask=mask, alibi_slopes=slopes, sinks=sinks))
+    verify(target, dense(SHAPE, target.dtype, draw, mask=mask, alibi_slopes=slopes, sinks=sinks))
 
 
 def test_single_head_dim_of_any_stride(target: Target) -> None:
     """A head dim of 1 has no next element, so its stride says nothing."""
     draw = Draw(target.device)
-    q, k, v = (draw.normal(1, 9, 2, 3)[..., :1] for _ in range(3))
+    q, k, v = (draw.normal(1, 9, 2, 3, dtype=target.dtype)[..., :1] for _ in range(3))
     odd = torch.as_strided(q, q.shape, (*q.stride()[:3], 7))
     verify(target, Call(odd, k, v, {"causal": True}))

@@ -31,8 +31,8 @@ OPTIONS = ("plain", "causal", "window_two_sided", "everything")
 NOT_BOTH = [pytest.param("causal", marks=pytest.mark.large), "everything"]
 
 
-def _verify(target: Target, shape: Shape, feature: str, dtype: torch.dtype = torch.float32) -> None:
-    draw = Draw(target.device)
+def _verify(target: Target, shape: Shape, feature: str, dtype: torch.dtype | None = None) -> None:
+    draw, dtype = Draw(target.device), dtype or target.dtype
     verify(target, dense(shape, dtype, draw, **FEATURES[feature](shape, dtype, draw)))
 
 
@@ -95,23 +95,23 @@ def test_head_dims(target: Target, shape: Shape, dtype: torch.dtype) -> None:
 def test_each_query_head_reads_its_group(target: Target) -> None:
     """Values constant per key/value head: query head h must give exactly that of head h // group."""
     shape = Shape(1, 5, 9, heads_q=12, heads_kv=2, head_dim=8, head_dim_v=4)
-    call = dense(shape, torch.float32, Draw(target.device))
+    call = dense(shape, target.dtype, Draw(target.device))
     if declines(target, call):
         return
-    labels = torch.arange(2.0, device=target.device).view(1, 1, 2, 1).expand(1, 9, 2, 4).contiguous()
+    labels = torch.arange(2, device=target.device, dtype=target.dtype).view(1, 1, 2, 1).expand(1, 9, 2, 4).contiguous()
     out, _ = attend(target, call.with_tensors(v=labels))
     expected = (torch.arange(12, device=target.device) // 6).view(1, 1, 12, 1)
-    torch.testing.assert_close(out, expected.expand(out.shape).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(out, expected.expand(out.shape).to(out.dtype), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 128, 256])
 def test_upper_half_of_the_head_dim(target: Target, head_dim: int) -> None:
     """The whole signal lies in the upper components: row i must pick key i."""
     half, draw = head_dim // 2, Draw(target.device)
-    call = dense(Shape(1, 8, 8, 1, 1, head_dim, head_dim), torch.float32, draw, softmax_scale=1.0)
+    call = dense(Shape(1, 8, 8, 1, 1, head_dim, head_dim), target.dtype, draw, softmax_scale=1.0)
     if declines(target, call):
         return
-    one_hot = torch.zeros(1, 8, 1, head_dim, device=target.device)
+    one_hot = torch.zeros(1, 8, 1, head_dim, device=target.device, dtype=target.dtype)
     one_hot[0, :, 0, half : half + 8] = 10.0 * torch.eye(8, device=target.device)
     v = torch.cat([torch.zeros_like(call.v[..., :half]), call.v[..., half:]], dim=-1)
     out, _ = attend(target, call.with_tensors(q=one_hot, k=one_hot, v=v))
@@ -134,7 +134,7 @@ def test_count_of_visible_keys(
 ) -> None:
     """With q = 0 every visible key weighs the same: exp(lse) counts them, without an oracle."""
     shape = Shape(1, *lengths, 1, 1)
-    call = dense(shape, torch.float32, Draw(target.device), **options)
+    call = dense(shape, target.dtype, Draw(target.device), **options)
     if declines(target, call, ()):
         return
     _, lse = attend(target, call.with_tensors(q=torch.zeros_like(call.q)))

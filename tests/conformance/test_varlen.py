@@ -68,17 +68,17 @@ def test_feature(target: Target, feature: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["plain", "causal"])
 def test_lengths(target: Target, lengths: tuple[list[int], list[int]], options: dict[str, Any]) -> None:
-    verify(target, packed(*lengths, Draw(target.device), **options))
+    verify(target, packed(*lengths, Draw(target.device, dtype=target.dtype), **options))
 
 
 @pytest.mark.parametrize("kind", ["out", "lse"])
 def test_one_gradient_alone(target: Target, kind: str) -> None:
-    verify(target, packed(*LENGTHS, Draw(target.device), causal=True), kind=kind)
+    verify(target, packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True), kind=kind)
 
 
 @pytest.mark.parametrize("where", ["cpu", "target"])
 def test_offsets_of_either_dtype_anywhere(target: Target, where: str) -> None:
-    call = packed(*LENGTHS, Draw(target.device), causal=True, deterministic=True)
+    call = packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True, deterministic=True)
     wanted = cotangents(call, Draw(target.device, seed=1))
     expected = compute(target, call, wanted)
     device = "cpu" if where == "cpu" else target.device
@@ -88,7 +88,7 @@ def test_offsets_of_either_dtype_anywhere(target: Target, where: str) -> None:
 
 
 def test_overstated_longest_member_changes_nothing(target: Target) -> None:
-    call = packed(*LENGTHS, Draw(target.device), causal=True)
+    call = packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True)
     verify(
         target, Call(call.q, call.k, call.v, {**call.options, "max_seqlen_q": 91, "max_seqlen_k": 101}, call.offsets)
     )
@@ -102,7 +102,7 @@ def _with_slack(call: Call, rows: int) -> Call:
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.2, "dropout_seed": 1}], ids=str)
 def test_slack_rows_are_zero_and_unread(target: Target, options: dict[str, Any]) -> None:
-    call = packed(*LENGTHS, Draw(target.device), deterministic=True, **options)
+    call = packed(*LENGTHS, Draw(target.device, dtype=target.dtype), deterministic=True, **options)
     rows = call.q.shape[0]
     do, dlse = cotangents(call, Draw(target.device, seed=1))
     assert do is not None and dlse is not None
@@ -122,7 +122,7 @@ def test_slack_rows_are_zero_and_unread(target: Target, options: dict[str, Any])
 
 def test_members_attend_as_if_alone(target: Target) -> None:
     """Bit for bit what a dense call of each member gives, where both see the same tiles."""
-    call = packed(*LENGTHS, Draw(target.device), causal=True)
+    call = packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True)
     got = compute(target, call, (None, None), needs=())
     cu_q, cu_k = (x.tolist() for x in call.offsets or ())
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
@@ -134,7 +134,7 @@ def test_members_attend_as_if_alone(target: Target) -> None:
 
 def test_many_keys_few_rows_closed_form(target: Target) -> None:
     """Only each member's last row sees its single key: P = 1 there, all else is exactly 0."""
-    draw = Draw(target.device)
+    draw = Draw(target.device, dtype=target.dtype)
     q, k, v = draw.normal(256, 1, 32) * 3, draw.normal(3, 1, 32), draw.normal(3, 1, 32)
     cu = offsets([76, 34, 146], target.device), offsets([1, 1, 1], target.device)
     call = Call(q, k, v, {"max_seqlen_q": 146, "max_seqlen_k": 1, "causal": True}, cu)

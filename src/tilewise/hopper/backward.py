@@ -37,6 +37,7 @@ from . import scores, unread
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load
 from .products import as_operand, packed
+from .statistics import first_stat
 from .work import Band, Work, dealt, rounds_of
 
 
@@ -109,11 +110,20 @@ def load(io, smem, band, work, variant, shape):
             for j in range(span.count):
                 head, m = row_tile(j, head, m, span, variant)
                 h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
-                stat = (pairs + h) * io.stat_rows + row
+                stat = stat_of(seq, (pairs + h) * io.stat_rows, m, shape)
                 load_rows(io.q_desc, io.lse_desc, smem.q, smem.lse, [b, row, h, 0], stat, i)
                 load_rows(io.do_desc, io.delta_desc, smem.do, smem.delta, [b, row, h, 0], stat, i)
                 i += 1
         t = upcoming
+
+
+@gluon.jit
+def stat_of(seq, line, m, shape):
+    """Where the statistics of the m-th tile of rows are in memory; `line` is where its head's begin."""
+    first = line + m * shape.BLOCK_M
+    if shape.PACKED:
+        first += first_stat(seq.q_start, seq.b)
+    return first
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import bits_of, load_rows, product_gradient, scaled_scores, store, tile_layout, weights
+from .backward import bits_of, load_rows, product_gradient, scaled_scores, stat_of, store, tile_layout, weights
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release
 from .work import Band, Work, dealt, rounds_of
@@ -150,7 +150,7 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
                     produce(smem.other_2, io.other_2_desc, coord, i)
                 else:
                     h, row = seq.h * dealing.group + head, seq.q_start + at * shape.BLOCK_M
-                    stat = (pairs + h) * io.stat_rows + row
+                    stat = stat_of(seq, (pairs + h) * io.stat_rows, at, shape)
                     load_rows(io.other_desc, io.lse, smem.other, smem.lse, [b, row, h, 0], stat, i)
                     load_rows(io.other_2_desc, io.delta, smem.other_2, smem.delta, [b, row, h, 0], stat, i)
                 i += 1
@@ -185,9 +185,10 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
     offs = gl.arange(0, PASSING, gl.SliceLayout(0, SCORES))
     lse2, delta = own, own
     if WHAT == "q":
-        stat = seq.h.to(gl.int64) * io.stat_rows + seq.q_start + own
+        pair = seq.h.to(gl.int64)
         if not shape.PACKED:
-            stat += seq.b.to(gl.int64) * dealing.heads * io.stat_rows
+            pair += seq.b.to(gl.int64) * dealing.heads
+        stat = stat_of(seq, pair * io.stat_rows, 0, shape) + own
         inside = own < seq.len_q
         lse2 = gl.load(io.lse + stat, mask=inside, other=float("inf"))
         delta = gl.load(io.delta + stat, mask=inside, other=0.0)

@@ -120,16 +120,34 @@ def backward(
     wanted: dict[str, torch.Tensor] = {name: result[name] for name in names}
     if "sinks" in needs:
         assert inputs.sinks is not None
-        delta = torch.zeros_like(lse) if stats is None else stats.delta[:, : lse.shape[-1]].view(lse.shape)
+        delta = _without_keys(lse, dlse) if stats is None else _of_rows(stats.delta, lse, inputs.cu_seqlens_q)
         wanted["sinks"] = gradient_of_sinks(inputs.sinks, lse, delta)
     return {name: wanted[name] for name in needs}
+
+
+def _without_keys(lse: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """Delta of rows whose output is 0 whatever the sinks are."""
+    return torch.zeros_like(lse) if dlse is None else -dlse
+
+
+def _of_rows(stats: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor | None) -> torch.Tensor:
+    """A statistic as `lse` has it: without what lies between members of a packed call, and after the last row."""
+    if cu_q is None:
+        return stats[:, : lse.shape[-1]].view(lse.shape)
+    rows = torch.arange(lse.shape[-1], device=lse.device)
+    member = torch.searchsorted(cu_q[1:].contiguous(), rows, right=True).clamp_(max=len(cu_q) - 2)
+    q_start = cu_q[member].to(rows.dtype)
+    # As `statistics.first_stat` has it; rows after the last member see nothing, so any will do.
+    places = (q_start // 4 + member) * 4 + rows - q_start
+    return stats[:, places.clamp_(max=stats.shape[-1] - 1)]
 
 
 def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any], tape: Tape) -> Stats:
     p, (out, lse), (do, dlse) = call.problem, forward, grads
     rows = lse.shape[-1]
-    # A tile reads no other head's.
-    stat_rows = -(-rows // _STAT_ROWS) * _STAT_ROWS
+    cu_q, members = call.base.cu_q, p.batch if p.packed else 0
+    # A tile reads no other head's; members begin at multiples of 4.
+    stat_rows = -(-(rows + 4 * members) // _STAT_ROWS) * _STAT_ROWS
     pairs = lse.numel() // rows
     width = launch.block(p.head_dim)
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
@@ -138,8 +156,9 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     if not _apart(p):
         dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
     arguments = (
-        rows_of(out, p.packed), rows_of(do, p.packed), lse.contiguous(), dlse, lse2, delta, dq_sum, rows, p.heads_q,
-        stat_rows, _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
+        rows_of(out, p.packed), rows_of(do, p.packed), lse.contiguous(), dlse, cu_q, lse2, delta, dq_sum, rows,
+        p.heads_q, stat_rows, members, max(0, members - 1).bit_length(), _ROWS, p.head_dim_v,
+        triton.next_power_of_2(p.head_dim_v), width,
     )  # fmt: skip
     tape.launch(row_kernel, pairs * stat_rows // _ROWS, arguments, num_warps=4)
     return Stats(lse2, delta, dq_sum)
@@ -170,9 +189,9 @@ def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
         call.sizes[3:],
     )
     if of_rows:
-        return Members(*offsets, None, longest, right)
+        return Members(*offsets, None, inputs.seqused_k, longest, right)
     # Keys see rows as rows see keys.
-    return Members(*offsets[::-1], None, longest[::-1], left)
+    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], left)
 
 
 def _listed(

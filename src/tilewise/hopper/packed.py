@@ -22,10 +22,13 @@ _TILES, _MEMBERS, _ROWS, _COLUMNS = (tl.constexpr(n) for n in (16, 128, 8, 256))
 
 
 class Lengths(NamedTuple):
-    """Where members begin and end, in device memory; rows of q in all; the longest member, as the call states it."""
+    """Where members begin and end, and how much of their q and k is in use, in device memory; rows of q in all; the
+    longest member, as the call states it.
+    """
 
     cu_q: Any
     cu_k: Any
+    used_q: Any
     used_k: Any
     members: Any
     total_q: Any
@@ -66,6 +69,8 @@ def member_of(b, lengths, reach):
     if lengths.used_k is not None:
         keys = tl.load(lengths.used_k + b, mask=real, other=0).to(tl.int32)
     rows = q_end - q_start
+    if lengths.used_q is not None:
+        rows = tl.load(lengths.used_q + b, mask=real, other=0).to(tl.int32)
     off = keys - rows
     if reach.TOP_LEFT:
         off = keys * 0
@@ -139,14 +144,14 @@ def blank(out, lse, first, last, stride, total_q, width, heads):
 
 @triton.jit(
     do_not_specialize=["members", "total_q", "max_q", "max_k", "right", "most", "width", "heads"],
-    do_not_specialize_on_alignment=["cu_q", "cu_k", "used_k"],
+    do_not_specialize_on_alignment=["cu_q", "cu_k", "used_q", "used_k"],
 )
 def list_kernel(
-    cu_q, cu_k, used_k, members, total_q, max_q, max_k, right, most, table, out, lse, width, heads,
+    cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k, right, most, table, out, lse, width, heads,
     TOP_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Programs: at least one per member; all share the rows after the last member."""
-    lengths = Lengths(cu_q, cu_k, used_k, members, total_q, max_q, max_k)
+    lengths = Lengths(cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k)
     reach = Reach(right, most, TOP_LEFT, BLOCK_M)
     b = tl.program_id(0)
     if b < lengths.members:

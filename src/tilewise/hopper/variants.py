@@ -114,13 +114,14 @@ def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int) -> L
 
 
 class Members(NamedTuple):
-    """Of a packed call whose tiles are listed: offsets of their own rows and of what they see, how much of that is in
+    """Of a packed call whose tiles are listed: offsets of their own rows and of what they see, how much of each is in
     use, the longest of both, and the band's bound after a row.
     """
 
     own: torch.Tensor | None
     others: torch.Tensor | None
-    used: torch.Tensor | None
+    own_used: torch.Tensor | None
+    others_used: torch.Tensor | None
     longest: tuple[int, int]
     bound: int | None
 
@@ -141,7 +142,7 @@ def by_length(
     reach = None if left is None or right is None else left + right + tiles.block_m
     bound = None if members.bound is None else min(members.bound, _FAR)
     arguments = (
-        *members[:3], p.batch, total, *members.longest, bound, reach, table, *blanked, p.options.align == TOP_LEFT,
+        *members[:4], p.batch, total, *members.longest, bound, reach, table, *blanked, p.options.align == TOP_LEFT,
         tiles.block_m,
     )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, programs), arguments, num_warps=4)
@@ -156,7 +157,7 @@ def _listed(
     programs = processors(p.device)
     if p.packed:
         offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-        members = Members(*offsets, inputs.seqused_k, longest, call.sizes[4])
+        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[4])
         return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, programs, tape)
     if plan is not None:
         return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), programs)

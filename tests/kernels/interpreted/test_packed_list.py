@@ -66,7 +66,7 @@ def _listed(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     left, right = case.band
     most = None if left is None or right is None else left + right + BLOCK_M
     packed.list_kernel[(members + 2,)](
-        cu_q, cu_k, used, members, total, max(case.lengths_q) if case.max_q is None else case.max_q,
+        cu_q, cu_k, None, used, members, total, max(case.lengths_q) if case.max_q is None else case.max_q,
         max(case.lengths_k), right, most, table, out, lse, WIDTH, HEADS, case.top_left, BLOCK_M,
     )  # fmt: skip
     return table, out, lse

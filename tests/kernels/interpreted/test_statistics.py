@@ -26,8 +26,8 @@ def test_rows(with_dlse: bool) -> None:
     lse2, delta = (torch.full((BATCH * HEADS, STAT_ROWS), float("nan")) for _ in range(2))
     dq_sum = torch.full((BATCH, HEADS, ROWS, WIDTH), float("nan"))
     row_kernel[(BATCH * HEADS * STAT_ROWS // BLOCK,)](
-        rows_of(out), rows_of(do), lse, dlse if with_dlse else None, lse2, delta, dq_sum, ROWS, HEADS, STAT_ROWS,
-        BLOCK, DIM, 32, WIDTH,
+        rows_of(out), rows_of(do), lse, dlse if with_dlse else None, None, lse2, delta, dq_sum, ROWS, HEADS, STAT_ROWS,
+        0, 0, BLOCK, DIM, 32, WIDTH,
     )  # fmt: skip
     wanted = (out * do).sum(-1).transpose(1, 2) - (dlse if with_dlse else 0.0)
     torch.testing.assert_close(delta[:, :ROWS].view(lse.shape), wanted)
@@ -37,6 +37,30 @@ def test_rows(with_dlse: bool) -> None:
     )
     # Tiles read past the last row: nobody there sees anything.
     assert bool((lse2[:, ROWS:] == float("inf")).all()) and not delta[:, ROWS:].count_nonzero()
+    assert not dq_sum.count_nonzero()
+
+
+def test_rows_of_members() -> None:
+    """Each member's statistics begin at a multiple of 4; between them, and after the last, nobody sees anything."""
+    torch.manual_seed(0)
+    lengths = [5, 0, 1, 8, 0, 3, 7, 0]
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    total, slack = int(cu[-1]), 2
+    rows = total + slack
+    out, do = (torch.randn(rows, HEADS, DIM) for _ in range(2))
+    lse = torch.randn(HEADS, rows)
+    lse2, delta = (torch.full((HEADS, STAT_ROWS), float("nan")) for _ in range(2))
+    dq_sum = torch.full((1, HEADS, rows, WIDTH), float("nan"))
+    row_kernel[(HEADS * STAT_ROWS // BLOCK,)](
+        rows_of(out, True), rows_of(do, True), lse, None, cu, lse2, delta, dq_sum, rows, HEADS, STAT_ROWS,
+        len(lengths), (len(lengths) - 1).bit_length(), BLOCK, DIM, 32, WIDTH,
+    )  # fmt: skip
+    expected = (torch.full_like(lse2, float("inf")), torch.zeros_like(delta))
+    for b, (first, last) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
+        at = (first // 4 + b) * 4
+        expected[0][:, at : at + last - first] = lse[:, first:last] * math.log2(math.e)
+        expected[1][:, at : at + last - first] = (out * do).sum(-1).T[:, first:last]
+    torch.testing.assert_close((lse2, delta), expected)
     assert not dq_sum.count_nonzero()
 
 
