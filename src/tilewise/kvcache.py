@@ -106,6 +106,13 @@ class Static(NamedTuple):
     softmax_max: float | None = None
 
 
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether the rows of a tensor, which has no dimension twice, begin at multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    return x.storage_offset() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
+
+
 @dataclass(frozen=True)
 class CacheProblem:
     """Shapes, dtypes and options of one call.
@@ -124,6 +131,7 @@ class CacheProblem:
         seqlen_new: new keys of each sequence (ragged: of the longest); None: nothing is appended.
         rotary_dim: dims that are rotated, R; 0: none.
         has_tree, has_leftpad, has_batch_idx, has_positions: which tensors there are.
+        aligned: every row of both caches begins at a multiple of 16 bytes, as TMA has it.
     """
 
     attention: Problem
@@ -137,6 +145,7 @@ class CacheProblem:
     has_leftpad: bool
     has_batch_idx: bool
     has_positions: bool
+    aligned: bool = True
 
     @classmethod
     def of(cls, inputs: CacheInputs, options: Options, static: Static, max_seqlen_q: int = 0) -> CacheProblem:
@@ -176,6 +185,7 @@ class CacheProblem:
             has_leftpad=inputs.cache_leftpad is not None,
             has_batch_idx=inputs.cache_batch_idx is not None,
             has_positions=inputs.rotary_positions is not None,
+            aligned=is_aligned(k) and is_aligned(inputs.v_cache),
         )
 
     @property

@@ -12,6 +12,7 @@ import triton
 from .. import errors
 from ..kernels import compiled
 from ..kernels.replay import Repeated, Tape
+from ..kvcache import CacheInputs, CacheProblem
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 
@@ -22,7 +23,7 @@ if INTERPRETED:
     # Before any kernel is defined.
     mend()
 
-from . import gradients, launch, variants  # noqa: E402
+from . import cache, gradients, launch, variants  # noqa: E402
 
 NAME = "hopper"
 MAX_HEAD_DIM = 256
@@ -32,11 +33,19 @@ def _launch(problem: Problem) -> Callable[..., tuple[torch.Tensor, torch.Tensor]
     return variants.forward if variants.needed(problem) else launch.forward
 
 
+def _elsewhere(problem: Problem) -> list[str]:
+    """The reason, if tensors are where its kernels do not run."""
+    if problem.capability == (9, 0) or (INTERPRETED and problem.device.type == "cpu"):
+        return []
+    where = f"compute capability {problem.capability}" if problem.capability else str(problem.device)
+    return [f"tensors on {where}; it needs compute capability 9.0 (H100, H200)"]
+
+
 def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a pass of the problem; empty if it can."""
-    if problem.capability != (9, 0) and not (INTERPRETED and problem.device.type == "cpu"):
-        where = f"compute capability {problem.capability}" if problem.capability else str(problem.device)
-        return [f"tensors on {where}; it needs compute capability 9.0 (H100, H200)"]
+    elsewhere = _elsewhere(problem)
+    if elsewhere:
+        return elsewhere
     dims = (problem.head_dim, problem.head_dim_v)
     refused = {
         f"{problem.dtype} inputs; it takes float16 and bfloat16": problem.dtype not in (torch.float16, torch.bfloat16),
@@ -88,3 +97,23 @@ def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
         return tuple(grads[name] for name in needs)
 
     return Repeated(run, tuple)
+
+
+def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
+    """Why this backend cannot serve a call with a cache; empty if it can."""
+    reasons = _elsewhere(problem.attention)
+    if not reasons:
+        reasons = cache.unsupported_reasons(problem)
+        if not INTERPRETED:
+            reasons += cache.unproven_reasons(problem)
+    return reasons
+
+
+def attend_cache(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
+    return cache.attend_cache(problem, inputs, Tape())
+
+
+def bind_cache(problem: CacheProblem) -> Repeated:
+    """`attend_cache` for calls that are alike: all of this problem, with tensors of the same strides."""
+    return Repeated(partial(cache.attend_cache, problem), CacheInputs._make)

@@ -1,0 +1,112 @@
+"""A call with a key/value cache on this backend: which it takes, tiles and descriptors, and the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.experimental.gluon.language as gl
+
+from .. import errors
+from ..kernels import compiled
+from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
+from ..kernels.placement import processors
+from ..kernels.replay import Tape
+from ..kernels.rows import rows_of
+from ..kvcache import CacheInputs, CacheProblem
+from ..mask_algebra import TOP_LEFT
+from ..tiles import TileConfig, lookup
+from . import launch
+from .decode import Shape, decode_kernel
+from .launch import ROWS
+
+_HEAD_DIMS = (64, 128, 256)
+# Slots that a page has a multiple of: TMA writes whole rows of eight to shared memory.
+_ROW_GROUP = 8
+# By consumers and programs on a multiprocessor: registers of the producer and of consumers, and the option maxnreg.
+_REGISTERS = {(1, 2): (56, 200, 128), (1, 1): (96, 240, 168), (2, 1): (40, 232, 168)}
+
+
+def unsupported_reasons(problem: CacheProblem) -> list[str]:
+    """Why the kernel does not serve a call on this device; empty if it does."""
+    call = problem.attention
+    refused = {
+        f"{call.dtype} inputs; it takes float16 and bfloat16": call.dtype not in (torch.float16, torch.bfloat16),
+        f"a cache of {problem.cache_dtype}, which is not q's dtype": problem.cache_dtype != call.dtype,
+        f"head dims {call.head_dim} and {call.head_dim_v}; with a cache it takes one of {_HEAD_DIMS} for both": (
+            call.head_dim != call.head_dim_v or call.head_dim not in _HEAD_DIMS
+        ),
+        f"pages of {problem.page_size}; TMA takes multiples of {_ROW_GROUP}": bool(
+            problem.page_size and problem.page_size % _ROW_GROUP
+        ),
+        "cache_leftpad with pages; TMA takes tiles that begin with a part of a page": (
+            problem.page_size is not None and problem.has_leftpad
+        ),
+        "an assumed maximum (softmax_max)": problem.static.softmax_max is not None,
+        "caches whose rows do not begin at multiples of 16 bytes": not problem.aligned,
+    }
+    reasons = [reason for reason, holds in refused.items() if holds]
+    try:
+        compiled.check(problem.options)
+    except errors.UnsupportedError as error:
+        reasons.append(str(error))
+    return reasons
+
+
+def unproven_reasons(problem: CacheProblem) -> list[str]:
+    """What the kernel would serve and has not yet been held to on a GPU: all of it."""
+    return ["a key/value cache: its kernel has not been held to the oracle on a GPU yet"]
+
+
+def tile(problem: CacheProblem) -> TileConfig:
+    """One warpgroup's rows where the longest sequence has no more packed ones, else two."""
+    call = problem.attention
+    rows = ROWS if call.seqlen_q * call.group_size <= ROWS else 2 * ROWS
+    return lookup("hopper", f"decode {rows}", call.dtype, call.head_dim)
+
+
+def _box(problem: CacheProblem, tile: TileConfig) -> int:
+    """Keys that TMA loads at once: a power of two that pages, and a tile, have a multiple of."""
+    page = problem.page_size or 0
+    return min(tile.block_n, page & -page) if page else tile.block_n
+
+
+def shape(call: CacheCall) -> Shape:
+    """Compile-time sizes."""
+    attention, tile = call.problem.attention, call.tile
+    sizes = (
+        attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
+        attention.packed, attention.head_dim, attention.head_dim_v, attention.head_dim_v, tile.block_m, tile.block_n,
+        call.problem.page_size or 0, _box(call.problem, tile),
+    )  # fmt: skip
+    return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
+
+
+def attend_cache(problem: CacheProblem, inputs: CacheInputs, tape: Tape) -> Results:
+    """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
+    return serve(problem, inputs, tile(problem), processors(inputs.q.device), tape, _attend)
+
+
+def _described(call: CacheCall) -> list[Any]:
+    """Descriptors of both caches; where there is no slot, of a tensor from which nothing is read.
+
+    A call like an earlier one may come with a cache that begins elsewhere: `addressable` copies what TMA cannot reach.
+    """
+    box = _box(call.problem, call.tile)
+    caches = [launch.addressable(x) for x in (call.inputs.k_cache, call.inputs.v_cache)]
+    return [launch.descriptor(x if x.numel() else x.new_empty(1, box, *x.shape[2:]), box, x.shape[3]) for x in caches]
+
+
+def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
+    """Launch `decode`, and `combine` if an item may have more than one piece."""
+    inputs, packed, config = call.inputs, call.problem.attention.packed, call.tile
+    parts, (tree, sinks), sizes = parts_of(call, tape), read_only(call, tape), shape(call)
+    variant, extra, left, right = variant_of(call)
+    *registers, most = _REGISTERS[config.block_m // ROWS, config.programs]
+    arguments = (
+        rows_of(inputs.q, packed), *_described(call), rows_of(results[0], packed), results[1], parts, call.slots,
+        call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work, stat_rows(call), call.rope_length,
+        left, right, config.num_stages, *registers,
+    )  # fmt: skip
+    tape.launch(decode_kernel, call.plan.programs, arguments, num_warps=config.num_warps, maxnreg=most)
+    merge(call, results, parts, sizes, (left, right), tape)

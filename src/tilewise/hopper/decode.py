@@ -1,0 +1,407 @@
+"""Attention over a key/value cache on Hopper: ``o = softmax(s) v``, the keys of a row tile split among programs.
+
+One warp loads keys and values (TMA) into rings of tiles, and is as far ahead as they allow, across pieces of items too:
+what a decoder waits for is memory, so as many bytes as fit are always on their way. One warpgroup multiplies the packed
+rows of an item, padded to 64, with them, or two do, of 64 rows each, where a call has so many. The work is dealt as for
+the kernel in plain Triton (`kernels.decode_plan`); pieces that are no whole item leave a partial output and LSE, which
+`combine` merges.
+
+HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per program.
+
+*Handles* caches in q's dtype, of rows or of pages that TMA can address (`cache`), with every option of
+`kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, latent caches (MLA), appending, merging.
+
+Source: FlashAttention-3 (Shah et al., 2024), section 3.1, for the roles; Flash-Decoding (Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..kernels import cache, decode_plan, rotary
+from ..kernels.cache import Limits
+from ..kernels.decode_plan import Work
+from ..kernels.score import LN2, LOG2E, Sequence
+from . import scores
+from .pipeline import Ring, arrived, cta_barrier, produce, release, specialize, tma_load
+from .products import scaled
+from .scores import each_row, score_layout, unit_of
+
+# Dims of q that are rotated together: a few registers for each thread.
+_DIMS = gl.constexpr(64)
+# Threads of the loading warp: as many boxes of a tile can be looked up at once.
+_LANES = gl.constexpr(32)
+
+
+class Shape(NamedTuple):
+    """Compile-time sizes.
+
+    PAGE: slots of a page, 0 of a contiguous cache; BOX: keys that TMA loads at once, a part of a page. MODE: see
+    `decode_plan`. The fields that `combine` reads have the names that they have there.
+    """
+
+    HEADS: Any
+    HEADS_KV: Any
+    GROUP: Any
+    TOP_LEFT: Any
+    RAGGED: Any
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PAGE: Any
+    BOX: Any
+    MODE: Any
+    CONSUMERS: Any
+
+
+@gluon.jit
+def make_ring(desc, STAGES: gl.constexpr, shape):
+    """A ring for tiles of BLOCK_N keys, each of one box of `desc` or several."""
+    tile: gl.constexpr = [STAGES, 1, shape.BLOCK_N, 1, desc.block_type.shape[3]]
+    tiles = gl.allocate_shared_memory(desc.dtype, tile, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=shape.CONSUMERS)
+    return Ring(tiles, full, empty, STAGES)
+
+
+@gluon.constexpr_function
+def lane_layout():
+    """Registers of a number for each thread of the loading warp."""
+    return gl.BlockedLayout([1], [32], [1], [0])
+
+
+@gluon.jit
+def pages_of(slots, seq, n0, first, last, limits, shape):
+    """The page of each box of the keys from n0; where no key of it is among ``first .. last``, one that does not exist.
+
+    TMA fills what lies beyond the last page with zeros, and reads nothing.
+    """
+    number = gl.arange(0, _LANES, lane_layout())
+    key = n0 + number * shape.BOX
+    inside = (number < shape.BLOCK_N // shape.BOX) & (key + shape.BOX > first) & (key < last)
+    return gl.where(inside, cache.page_ids(slots, seq.b, key, inside, limits, shape.PAGE), limits.rows)
+
+
+@gluon.jit
+def fill(ring, desc, i, row, slot, h, pages, shape):
+    """Load the tile of keys or values from `slot` on as use i of the ring, once the stage is free."""
+    if shape.PAGE == 0:
+        produce(ring, desc, [row, slot, h, 0], i)
+    else:
+        stage = i % ring.STAGES
+        BYTES: gl.constexpr = desc.block_type.nbytes * (shape.BLOCK_N // shape.BOX)
+        mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
+        mbarrier.expect(ring.full.index(stage), BYTES)
+        number = gl.arange(0, _LANES, lane_layout())
+        for box in gl.static_range(shape.BLOCK_N // shape.BOX):
+            page = gl.sum(gl.where(number == box, pages, 0), 0)
+            within = (slot + box * shape.BOX) % shape.PAGE
+            box_smem = ring.tiles.index(stage).slice(box * shape.BOX, shape.BOX, dim=1)
+            tma_load(desc, [page, within, h, 0], ring.full.index(stage), box_smem)
+
+
+@gluon.jit
+def load(k, v, k_desc, v_desc, slots, mine, limits, work, left, right, shape):
+    """The producer: the tiles of all pieces of a program, one after the other."""
+    program = gl.program_id(0)
+    i = 0
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    while unit < mine.last:
+        group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
+        width = group.units * shape.HEADS_KV
+        if unit < begin + width:
+            h = (unit - begin) // group.units
+            start = begin + h * group.units
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            span = decode_plan.span_of(piece, group, None, left, right, shape)
+            row = cache.row_of(slots, group.seq.b, limits).to(gl.int32)
+            pages = row
+            if shape.PAGE > 0:
+                pages = pages_of(slots, group.seq, span.lo * shape.BLOCK_N, span.first, span.last, limits, shape)
+            for j in range(span.lo, span.hi):
+                n0 = j * shape.BLOCK_N
+                here = pages
+                if shape.PAGE > 0:
+                    # The pages of the next tile are on their way while this one waits for its stage.
+                    pages = pages_of(slots, group.seq, n0 + shape.BLOCK_N, span.first, span.last, limits, shape)
+                fill(k, k_desc, i, row, group.seq.k_start + n0, h, here, shape)
+                fill(v, v_desc, i, row, group.seq.k_start + n0, h, here, shape)
+                i += 1
+            unit = piece.stop
+        if unit >= begin + width:
+            begin += width
+            g += 1
+
+
+@gluon.jit
+def packed_of(row0, W: gl.constexpr, layout: gl.constexpr):
+    """The packed rows of consumer W, [M]."""
+    return row0 + W * 64 + gl.arange(0, 64, layout)
+
+
+@gluon.jit
+def fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.constexpr):
+    """The rows of q of consumer W, rotated, into shared memory; those past the last one are 0."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    seq = group.seq
+    packed = packed_of(group.row0, W, gl.SliceLayout(1, LOADED))
+    inside = packed < seq.len_q * shape.GROUP
+    i = packed // shape.GROUP
+    base = q.ptr + seq.b.to(gl.int64) * q.batch + seq.q_start * q.seq
+    rows = i.to(gl.int64) * q.seq + (h * shape.GROUP + packed % shape.GROUP).to(gl.int64) * q.head
+    for first in gl.static_range(0, shape.HEAD_DIM, _DIMS):
+        d = first + gl.arange(0, _DIMS, gl.SliceLayout(0, LOADED))
+        if rope.cos is None:
+            x = gl.load(base + rows[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+        else:
+            used = cache.slots_in_use(slots, seq.b, limits)
+            new = seq.k_start + seq.len_k - used
+            at = rotary.first_position(rope, seq.b, used) + new - seq.len_q + i
+            x = rotary.load_rotated(base, rows, inside, at, rope_length, rope, d, first, shape.HEAD_DIM)
+        q_smem.slice(first, _DIMS, dim=1).store(x)
+    fence_async_shared()
+    cta_barrier()
+
+
+@gluon.jit
+def seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape):
+    """Which keys of the tile from n0 each row sees, [M, N]."""
+    # This keeps it a branch: the compiler would rather compute and select in every tile.
+    keys = scores.keys_from(scores.opaque(n0), shape.BLOCK_N)
+    rows = rows[:, None]
+    # (A predicate may ask for the key alone: the last term makes it a tile.)
+    return cache.visible(variant, extra, tree, seq, rows, keys, limits, left, right) & (rows >= 0)
+
+
+@gluon.jit
+def poisoned(v_smem, seq, rows, n0, agreement, tree, limits, variant, extra, left, right, shape, W: gl.constexpr):
+    """NaN for rows that see something in v which is not finite, else 0; v has none any more."""
+    poison = each_row(rows, 0.0)
+    strange = scores.clean(v_smem, agreement, W)
+    if gl.max(strange.to(gl.int32), 0) > 0:
+        seen = seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape) & strange[None, :]
+        poison = gl.where(gl.max(seen.to(gl.int32), 1) > 0, float("nan"), 0.0)
+    return poison
+
+
+@gluon.jit
+def step(
+    state, q_smem, k, v, agreement, seq, rows, j, i, span, tree, limits, variant, extra, left, right, shape,
+    W: gl.constexpr,
+):  # fmt: skip
+    """The j-th tile of keys and values, use i of the rings."""
+    acc, scale, shift, l_i = state
+    SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
+    VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
+    n0 = j * shape.BLOCK_N
+    k_smem = arrived(k, i, shape.BLOCK_N, shape.HEAD_DIM)
+    zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
+    s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(k, i)
+    if not variant.fold:
+        s = scores.modified(s, variant, extra, seq, rows, n0)
+    v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
+    masked = (j < span.full_lo) | (j >= span.full_hi)
+    if variant.predicate is not None:
+        masked = j >= span.lo
+    poison = each_row(rows, 0.0)
+    if masked:
+        seen = seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape)
+        s = gl.where(seen, s, float("-inf"))
+        poison = poisoned(v_smem, seq, rows, n0, agreement, tree, limits, variant, extra, left, right, shape, W)
+    unit = unit_of(variant.scale * LOG2E, variant)
+    scale, shift, safe, alpha = scores.reference(s, scale, shift, unit)
+    p = gl.exp2(scores.exponents(s, scale, safe))
+    l_i = l_i * scores.spread(alpha, l_i) + scores.partial_sums(p)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2)
+    p16 = gl.convert_layout(p.to(v_smem.dtype), WEIGHTS, assert_trivial=True)
+    acc = warpgroup_mma(p16, v_smem, scaled(acc, alpha + poison), is_async=True)  # [M, Dv]
+    acc, p16 = warpgroup_mma_wait(0, deps=(acc, p16))
+    release(v, i)
+    return acc, scale, shift, l_i
+
+
+@gluon.jit
+def finished(state, sink, variant):
+    """Output and natural-log LSE; `sink`, of every row in base 2, is the score of a key with value 0, or None."""
+    acc, scale, shift, l_i = state
+    ROWS: gl.constexpr = scale.type.layout
+    l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
+    m_i = shift * (unit_of(variant.scale * LOG2E, variant) / scale)
+    rest = each_row(scale, 1.0)
+    if sink is not None:
+        m_all = gl.maximum(m_i, sink)
+        m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
+        rest = gl.exp2(m_i - m_safe)
+        l_i = l_i * rest + gl.exp2(sink - m_safe)
+        m_i = m_all
+    # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
+    empty = l_i == 0.0
+    l_i = gl.where(empty, 1.0, l_i)
+    lse = gl.where(empty, float("-inf"), m_i * LN2 + gl.log(l_i))
+    return scaled(acc, rest / l_i), lse
+
+
+@gluon.jit
+def store(acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape, W: gl.constexpr):
+    """The rows of consumer W of a whole item to the output, of another piece to its slot."""
+    VALUES: gl.constexpr = acc.type.layout
+    d = gl.arange(0, shape.BLOCK_DV, gl.SliceLayout(0, VALUES))
+    inside = packed < seq.len_q * shape.GROUP
+    row = gl.convert_layout(packed, gl.SliceLayout(1, VALUES), assert_trivial=True)
+    real = (row < seq.len_q * shape.GROUP)[:, None] & (d >= 0)[None, :]
+    if slot < 0:
+        base = out.ptr + seq.b.to(gl.int64) * out.batch + seq.q_start * out.seq
+        head = h * shape.GROUP + row % shape.GROUP
+        rows = (row // shape.GROUP).to(gl.int64) * out.seq + head.to(gl.int64) * out.head
+        gl.store(base + rows[:, None] + d[None, :], acc.to(out.ptr.dtype.element_ty), mask=real)
+        head = h * shape.GROUP + packed % shape.GROUP
+        at = cache.stat_at(seq, head, packed // shape.GROUP, stat_rows, shape)
+        gl.store(lse + at, lse_rows, mask=inside)
+    else:
+        first = slot.to(gl.int64) * shape.BLOCK_M
+        rows = first + packed_of(0, W, gl.SliceLayout(1, VALUES))
+        gl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], acc, mask=real)
+        ROWS: gl.constexpr = packed.type.layout
+        gl.store(parts.lse + first + packed_of(0, W, ROWS), lse_rows, mask=inside)
+
+
+@gluon.jit
+def attend(
+    q_smem, k, v, agreement, piece, group, h, i, sinks, tree, limits, variant, extra, left, right, shape,
+    W: gl.constexpr,
+):  # fmt: skip
+    """Output and LSE of the rows of consumer W over a piece of their item's keys; the next use of the rings."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(shape.BLOCK_N))
+    packed = packed_of(group.row0, W, ROWS)
+    rows = packed // shape.GROUP
+    heads = h * shape.GROUP + packed % shape.GROUP
+    seq = Sequence(
+        group.seq.b, heads[:, None], group.seq.q_start, group.seq.k_start, group.seq.len_q, group.seq.len_k,
+        group.seq.off,
+    )  # fmt: skip
+    span = decode_plan.span_of(piece, group, tree, left, right, shape)
+    acc = gl.zeros([64, shape.BLOCK_DV], gl.float32, score_layout(shape.BLOCK_DV))
+    unit = unit_of(variant.scale * LOG2E, variant)
+    scale, shift = each_row(rows, 0.0) + unit, each_row(rows, float("-inf"))
+    sums = scores.partial_sums(gl.zeros([64, shape.BLOCK_N], gl.float32, score_layout(shape.BLOCK_N)))
+    state = acc, scale, shift, sums
+    for j in range(span.lo, span.hi):
+        state = step(
+            state, q_smem, k, v, agreement, seq, rows, j, i, span, tree, limits, variant, extra, left, right, shape, W
+        )  # fmt: skip
+        i += 1
+    sink = None
+    if sinks is not None:
+        # Counted once, with an item's first keys.
+        real = gl.load(sinks + heads).to(gl.float32) * LOG2E
+        sink = gl.where(piece.is_first, real, float("-inf"))
+    o, lse_rows = finished(state, sink, variant)
+    return o, lse_rows, packed, i
+
+
+@gluon.jit
+def compute(
+    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
+    stat_rows, rope_length, left, right, shape, W: gl.constexpr,
+):  # fmt: skip
+    """Consumer W: 64 packed rows of every item."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    q_smem = q_tiles.index(W)
+    i = 0
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    # (See the kernel in plain Triton: these must not begin as another name does.)
+    cut_group = g * 0
+    cut_head = cut_group
+    cut_pieces = cut_group
+    while unit < mine.last:
+        group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
+        width = group.units * shape.HEADS_KV
+        if unit < begin + width:
+            h = (unit - begin) // group.units
+            start = begin + h * group.units
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            # Nobody reads the last item's rows any more: all have met where its last keys were released.
+            fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W)
+            o, lse_rows, packed, i = attend(
+                q_smem, k, v, agreement, piece, group, h, i, sinks, tree, limits, variant, extra, left, right, shape, W
+            )  # fmt: skip
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, W)
+            if piece.is_first & (piece.slot >= 0):
+                cut_group = g
+                cut_head = h
+                cut_pieces = decode_plan.pieces_from(program, programs, start, group.units, mine.total)
+            unit = piece.stop
+        if unit >= begin + width:
+            begin += width
+            g += 1
+    if W == 0:
+        if parts.cuts is not None:
+            gl.store(parts.cuts + program * 4, cut_group)
+            gl.store(parts.cuts + program * 4 + 1, cut_head)
+            gl.store(parts.cuts + program * 4 + 2, cut_pieces)
+        if shape.RAGGED:
+            d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
+            cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
+
+
+@gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])
+def decode_kernel(
+    q, k_desc, v_desc, out, lse, parts, slots, rope, tree, sinks, variant, extra, shape,
+    batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
+    whole, stat_rows, rope_length, left, right,
+    STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+):  # fmt: skip
+    """Programs: as many as the device runs at once, each with its share of all work."""
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
+    work = Work(row_tiles, splits, cut, whole)
+    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
+    mine = decode_plan.share(
+        gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
+    )  # fmt: skip
+    k = make_ring(k_desc, STAGES, shape)
+    v = make_ring(v_desc, STAGES, shape)
+    tile: gl.constexpr = [shape.CONSUMERS, 64, shape.HEAD_DIM]
+    q_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, gl.NVMMASharedLayout(128, 16, rank=2))
+    agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
+    fence_async_shared()
+    specialize(
+        [
+            (
+                compute,
+                (
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
+                    variant, extra, stat_rows, rope_length, left, right, shape, 0,
+                ),
+            ),
+            (
+                compute,
+                (
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
+                    variant, extra, stat_rows, rope_length, left, right, shape, 1,
+                ),
+            ),
+            (load, (k, v, k_desc, v_desc, slots, mine, limits, work, left, right, shape)),
+        ],
+        [4 * (shape.CONSUMERS - 1), 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
