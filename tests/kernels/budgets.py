@@ -86,6 +86,13 @@ BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(635, 8, 400), Budget(730, 40, 900)),
     128: (Budget(420), Budget(510, 20, 600)),
 }
+# Of calls that take turns, with a mask or without.
+BACKWARD_IN_TURN: dict[int, tuple[Budget, Budget]] = {
+    64: (Budget(645, 4, 300), Budget(750, 40, 900)),
+    128: (Budget(420), Budget(510, 20, 600)),
+}
+# Digests of the loop without a mask, as Triton 3.6.0 compiles it. An option that is absent must not change it.
+BACKWARD_LOOPS = {64: "ad928c85adec", 128: "9a646c57be3d"}
 # Of dq, dk and dv apart, at head dim 256.
 APART: list[tuple[Budget, Budget]] = [
     (Budget(355, 8), Budget(400, 30, 1500)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import budgets
 import loops
 import pytest
 import torch
+import triton
 from offline import SHARED, Compiled, catching
 
 from tilewise import BlockMask, ScoreMod, hopper
@@ -68,6 +70,10 @@ SHIPPED = [(d, band) for d in (64, 128) for band in BANDS if ALL or "window" not
 def test_shipped_tile(head_dim: int, options: dict[str, Any]) -> None:
     (kernel,) = compiled(head_dim, **options)
     check(kernel, PRODUCTS, budgets.of((budgets.BACKWARD_BAND if options else budgets.BACKWARD)[head_dim]))
+    assert not re.search(r"ld\.acquire|red\.release", kernel.ptx)
+    if not options and triton.__version__ == "3.6.0":
+        (loop,) = loops.hot_loops(kernel.cubin, PRODUCTS)
+        assert loops.digest(loop) == budgets.BACKWARD_LOOPS[head_dim]
 
 
 @pytest.mark.parametrize("options", BANDS if ALL else BANDS[1:2], ids=str)
@@ -77,8 +83,32 @@ def test_a_gradient_at_a_time(options: dict[str, Any]) -> None:
         check(kernel, products, budgets.of(budget))
 
 
-def test_a_repeatable_call_adds_nothing_up() -> None:
-    assert [kernel.kernel for kernel in compiled(64, deterministic=True)] == ["apart_kernel"] * 3
+# What the adding warp says, in this order: wait for the turn, add, wait until it is in memory, count on.
+IN_TURN = (
+    r"ld\.acquire\.gpu.*?fence\.proxy\.async.*?cp\.reduce\.async\.bulk.*?cp\.async\.bulk\.commit_group"
+    r".*?cp\.async\.bulk\.wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release\.gpu"
+)
+
+
+@pytest.mark.parametrize("head_dim, options", SHIPPED, ids=str)
+def test_a_repeatable_call_takes_turns(head_dim: int, options: dict[str, Any]) -> None:
+    (kernel,) = compiled(head_dim, deterministic=True, **options)
+    check(kernel, PRODUCTS, budgets.of(budgets.BACKWARD_IN_TURN[head_dim]))
+    assert re.search(IN_TURN, kernel.ptx, re.DOTALL)
+    assert len(re.findall(r"red\.release", kernel.ptx)) == 1
+
+
+REPEATABLE_APART: list[dict[str, Any]] = [
+    {"head_dim": 256},
+    {"packed": True},
+    {"mask": BlockMask(torch.ones(1, 1, 5, 5, dtype=torch.bool), 128, 128)},
+]
+
+
+@pytest.mark.parametrize("options", REPEATABLE_APART if ALL else REPEATABLE_APART[1:2], ids=str)
+def test_where_turns_are_not_known_nothing_is_added_up(options: dict[str, Any]) -> None:
+    kernels = compiled(**{"head_dim": 64, "deterministic": True, **options})
+    assert [kernel.kernel for kernel in kernels] == ["apart_kernel"] * 3
 
 
 def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -7,14 +7,15 @@ Pᵀ and dSᵀ are operands from registers in the products for dv and dk; the on
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dSᵀ = Pᵀ (dPᵀ - delta)    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
 The exponentials run beside dPᵀ, and so does handing over dQ of the tile before; dSᵀ is made beside dV, and sent to
-shared memory beside the next tile's Sᵀ and dK. dPᵀ starts from -delta. dq is added up in fp32 by TMA, tile by tile, in
-no fixed order; programs that share rows begin at different ones.
+shared memory beside the next tile's Sᵀ and dK. dPᵀ starts from -delta. dq is added up in fp32 by TMA, tile by tile;
+programs that share rows begin at different ones. Their order is not fixed unless there are `turns`.
 
 HBM: reads k, v once and q, do, lse, delta once per tile of keys (mostly from L2); writes dk, dv; adds to dq once per
 tile of keys.
 
 *Handles* bf16 and fp16, head dims up to 128, every mask, packed sequences, softcap, score modifications, dropout.
-*Not here*: wider heads and a repeatable dq (`backward_apart`), bias and ALiBi (`_triton.backward`).
+*Not here*: wider heads, a repeatable dq of packed sequences and of masks that are no band (`backward_apart`), bias and
+ALiBi (`_triton.backward`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load
 from .products import as_operand, packed
 from .statistics import first_stat
+from .turns import await_turn, pass_on, turn_of, wave_of
 from .work import Band, Work, dealt, rounds_of
 
 
@@ -45,7 +47,8 @@ class Io(NamedTuple):
     """What is read and written beside the variant's tensors.
 
     Descriptors of q, k, v, do, of dq's fp32 sum, and of lse2 and delta as one line each; dk and dv, contiguous
-    [B, Sk, Hkv, D]; how many rows a head has in a statistic; the scale of raw scores in base 2 and in dk.
+    [B, Sk, Hkv, D]; how many rows a head has in a statistic; the scale of raw scores in base 2 and in dk; None, or the
+    order in which dq is added up (`turns.Turns`).
     """
 
     q_desc: Any
@@ -60,6 +63,7 @@ class Io(NamedTuple):
     stat_rows: Any
     qk_scale: Any
     softmax_scale: Any
+    turns: Any
 
 
 class Buffers(NamedTuple):
@@ -100,7 +104,7 @@ def load(io, smem, band, work, variant, shape):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape)
+            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
             b, pairs = seq.b, seq.b * (work.heads * work.group)
             if shape.PACKED:
                 b, pairs = 0, 0
@@ -145,28 +149,55 @@ def add_dq(io, smem, band, work, variant, shape):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape)
+            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
             b = seq.b
             if shape.PACKED:
                 b = 0
+            first, end = 0, 0
+            if io.turns is not None:
+                first, end = wave_of(t, io.turns)
             head, m = before(span)
             for j in range(span.count):
                 head, m = row_tile(j, head, m, span, variant)
                 h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
-                arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
-                tma_add(io.dq_desc, [b, h, row, 0], smem.dq.tiles.index(i % smem.dq.STAGES))
-                release(smem.q, i)
-                release(smem.do, i)
-                if shape.DQ_STAGES == 1:
-                    tma.store_wait(0)
-                    release(smem.dq, i)
+                if io.turns is None:
+                    add_one(io, smem, [b, h, row, 0], i, shape)
                 else:
-                    tma.store_wait(1)
-                    if i > 0:
-                        release(smem.dq, i - 1)
+                    turn = turn_of(m, n0 // shape.BLOCK_N, first, end, seq, band, shape)
+                    line = (b * work.heads * work.group + h) * gl.cdiv(seq.len_q, shape.BLOCK_M)
+                    add_in_turn(io, smem, [b, h, row, 0], i, io.turns.added + line + m, turn, shape)
                 i += 1
         t = upcoming
     tma.store_wait(0)
+
+
+@gluon.jit
+def add_one(io, smem, coord, i, shape):
+    """Add dq of use i to memory, whoever else does."""
+    arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
+    tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
+    release(smem.q, i)
+    release(smem.do, i)
+    if shape.DQ_STAGES == 1:
+        tma.store_wait(0)
+        release(smem.dq, i)
+    else:
+        tma.store_wait(1)
+        if i > 0:
+            release(smem.dq, i - 1)
+
+
+@gluon.jit
+def add_in_turn(io, smem, coord, i, counter, turn, shape):
+    """Add dq of use i to memory once `turn` others have."""
+    arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
+    # Neither loads nor, while there is room, products wait for others.
+    release(smem.q, i)
+    release(smem.do, i)
+    await_turn(counter, turn)
+    tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
+    pass_on(counter)
+    release(smem.dq, i)
 
 
 @gluon.jit
@@ -356,7 +387,7 @@ def compute(io, smem, band, work, variant, extra, shape):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape)
+            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
             k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
             if shape.CLEAN:
@@ -415,14 +446,15 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     do_not_specialize=["rounds", "stat_rows", "tiles_n", "heads", "group", "off", "left", "right", "len_q", "len_k"]
 )
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, table, qk_scale, softmax_scale, rounds,
-    stat_rows, tiles_n, heads, group, off, left, right, len_q, len_k, variant, extra, shape,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, table, turns, qk_scale, softmax_scale,
+    rounds, stat_rows, tiles_n, heads, group, off, left, right, len_q, len_k, variant, extra, shape,
     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Programs: as many as run at once; `table` deals the tiles of keys."""
     band = Band(off, left, right, len_q, len_k)
     work = Work(table, rounds, tiles_n, heads, group)
     io = Io(
-        q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, stat_rows, qk_scale, softmax_scale
+        q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, stat_rows, qk_scale, softmax_scale,
+        turns,
     )  # fmt: skip
     roles(io, band, work, variant, extra, shape, Q_STAGES, DO_STAGES)

@@ -22,8 +22,9 @@ from . import launch
 from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
-from .schedule import Bounds, deal
+from .schedule import Bounds, Dealt, deal, deal_in_turn
 from .statistics import round_kernel, row_kernel
+from .turns import Turns
 from .variants import Listed, Members, Tiles, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
@@ -49,7 +50,17 @@ class Stats(NamedTuple):
 
 def _apart(problem: Problem) -> bool:
     """Whether every gradient has a kernel of its own."""
-    return problem.options.deterministic or max(problem.head_dim, problem.head_dim_v) > _TOGETHER
+    wide = max(problem.head_dim, problem.head_dim_v) > _TOGETHER
+    return wide or (problem.options.deterministic and not _in_turn(problem))
+
+
+def _in_turn(problem: Problem) -> bool:
+    """Whether tiles of keys add to dq one after the other: the host must know who sees whom, and some must."""
+    options = problem.options
+    if not options.deterministic or problem.packed or not is_band(options.mask):
+        return False
+    band = launch.bounds(problem)[0]
+    return band.left is None or (band.right is not None and band.left + band.right >= 0)
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
@@ -211,13 +222,35 @@ def _listed(
         return by_plan(variant.plan, (p.batch, tiles.heads, number), programs)
     left, right = call.sizes[3:]
     off = int(p.offset(p.seqlen_q, p.seqlen_k))
-    seen = Bounds(length, others, off, left, right) if of_rows else Bounds(length, others, -off, right, left)
-    together = 0
-    if not of_rows:
-        bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
-        together = max(1, _L2 // bytes_of_pair, -(-programs // number))
-    dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device, together)
+    if of_rows:
+        seen = Bounds(length, others, off, left, right)
+        dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device)
+    else:
+        dealt, _ = _keys_dealt(call, tile)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
+
+
+def _keys_dealt(call: Call, tile: TileConfig) -> tuple[Dealt, torch.Tensor | None]:
+    """Who works on which keys of a dense call with a band, and the waves where they take turns."""
+    p, (left, right) = call.problem, call.sizes[3:]
+    programs = processors(p.device)
+    seen = Bounds(p.seqlen_k, p.seqlen_q, -int(p.offset(p.seqlen_q, p.seqlen_k)), right, left)
+    bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
+    together = max(1, _L2 // bytes_of_pair, -(-programs // -(-p.seqlen_k // tile.block_n)))
+    how = (seen, tile.block_n, tile.block_m, p.batch * p.heads_kv, programs, p.device, together)
+    return deal_in_turn(*how) if not _apart(p) and _in_turn(p) else (deal(*how), None)
+
+
+def _turns(call: Call, tile: TileConfig, tape: Tape) -> Turns | None:
+    """In which order dq is added up; None: in any."""
+    p = call.problem
+    if not _in_turn(p):
+        return None
+    _, waves = _keys_dealt(call, tile)
+    assert waves is not None
+    tiles = -(-p.seqlen_q // tile.block_m)
+    added = tape.empty((p.batch, p.heads_q, tiles), torch.int32, p.device, 0.0)
+    return Turns(tape.constant(waves), added)
 
 
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
@@ -238,7 +271,7 @@ def _gather(
     variant, extra = call.variant(tile, transposed=True)
     band = call.sizes[3:]
     shape = _shape(p, variant, band, tile)
-    listed = _listed(call, variant, inputs, result["k"], tile, tape)
+    listed, turns = _listed(call, variant, inputs, result["k"], tile, tape), _turns(call, tile, tape)
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)
@@ -253,6 +286,7 @@ def _gather(
         result["k"],
         result["v"],
         listed.table,
+        turns,
         p.softmax_scale * math.log2(math.e),
         p.softmax_scale,
         listed.rounds,
@@ -269,7 +303,11 @@ def _gather(
         _Q_STAGES,
         tile.num_stages,
     )
-    tape.launch(backward_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS)
+    # Who takes turns must be at work at once, which a cooperative launch sees to.
+    tape.launch(
+        backward_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS,
+        launch_cooperative_grid=turns is not None,
+    )  # fmt: skip
 
 
 def _gather_one(

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import Sequence
 from .packed import RECORD
+from .turns import first_visit
 
 
 class Shape(NamedTuple):
@@ -68,8 +69,8 @@ def keys_of(t, band, work, shape):
 
 
 @gluon.jit
-def span_of(seq, n0, band, work, variant, shape):
-    """Which rows see any of the keys from n0: `work.tile_of` transposed."""
+def span_of(seq, n0, band, work, variant, shape, t=0, turns=None):
+    """Which rows see any of the keys from n0: `work.tile_of` transposed. With `turns` t is the tile's number."""
     if variant.plan is not None:
         row = variant.plan + seq.b.to(gl.int64) * variant.plan_batch + seq.h.to(gl.int64) * variant.plan_head
         row += (n0 // shape.BLOCK_N).to(gl.int64) * variant.plan_row
@@ -91,7 +92,10 @@ def span_of(seq, n0, band, work, variant, shape):
         full_hi = gl.where(n0 + shape.BLOCK_N > seq.len_k, full_lo, full_hi)
         if variant.predicate is not None:
             full_hi = full_lo
-        start = lo + (n0 // shape.BLOCK_M) % gl.maximum(hi - lo, 1)
+        if turns is None:
+            start = lo + (n0 // shape.BLOCK_M) % gl.maximum(hi - lo, 1)
+        else:
+            start = first_visit(t, n0 // shape.BLOCK_N, lo, hi, band, turns)
         span = Span(lo, full_lo, full_hi, hi, n0, (hi - lo) * work.group, start)
     return span
 

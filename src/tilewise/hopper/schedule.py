@@ -8,6 +8,7 @@ optimum), so causal, windowed and full calls fill the machine alike without a co
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,19 +58,108 @@ def deal(
 
     `together`: so many pairs at once, those after them later; 0 for all.
     """
-    tiles_m = -(-bounds.len_q // block_m)
-    lengths = [bounds.key_tiles(m * block_m, block_m, block_n) for m in range(tiles_m)]
-    order = sorted(range(tiles_m), key=lambda m: -lengths[m])
-    programs = min(programs, tiles_m * pairs)
+    lengths = _lengths(bounds, block_m, block_n)
+    order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
+    return _table(_hand_out(_by_groups(order, pairs, together or pairs), lengths, programs)[0], device)
+
+
+def _lengths(bounds: Bounds, block_m: int, block_n: int) -> list[int]:
+    return [bounds.key_tiles(m0, block_m, block_n) for m0 in range(0, bounds.len_q, block_m)]
+
+
+def _by_groups(order: Sequence[int], pairs: int, together: int) -> list[int]:
+    """The numbers of all tiles: of so many pairs at once, in this order of a pair's tiles."""
+    # Heads of one length follow each other, so that those at work at once are few and their keys stay in L2.
+    groups = (range(first, min(first + together, pairs)) for first in range(0, pairs, together))
+    return [pair * len(order) + m for group in groups for m in order for pair in group]
+
+
+def _hand_out(numbers: Sequence[int], lengths: Sequence[int], programs: int) -> tuple[list[list[int]], float]:
+    """Each tile, in this order, to the program that is free soonest; and when the last one ends."""
+    programs = min(programs, len(numbers))
     free = [(0.0, program) for program in range(programs)]
     lists: list[list[int]] = [[] for _ in range(programs)]
-    for first in range(0, pairs, together or pairs):
-        for m in order:
-            # Heads of one length follow each other, so that those at work at once are few and their keys stay in L2.
-            for pair in range(first, min(first + (together or pairs), pairs)):
-                busy, program = heapq.heappop(free)
-                lists[program].append(pair * tiles_m + m)
-                heapq.heappush(free, (busy + lengths[m] + _OVERHEAD, program))
+    for number in numbers:
+        busy, program = heapq.heappop(free)
+        lists[program].append(number)
+        heapq.heappush(free, (busy + lengths[number % len(lengths)] + _OVERHEAD, program))
+    return lists, max(free)[0]
+
+
+def _table(lists: list[list[int]], device: torch.device) -> Dealt:
     rounds = max(map(len, lists))
     padded = [numbers + [-1] * (rounds + 1 - len(numbers)) for numbers in lists]
-    return Dealt(torch.tensor(padded, dtype=torch.int32).T.contiguous().to(device), rounds, programs)
+    return Dealt(torch.tensor(padded, dtype=torch.int32).T.contiguous().to(device), rounds, len(lists))
+
+
+class InTurn(NamedTuple):
+    """Tiles dealt, and int32 [tiles, 2]: with which of its pair a tile shares a wave, from one to before another."""
+
+    dealt: Dealt
+    waves: torch.Tensor
+
+
+@lru_cache(maxsize=256)
+def deal_in_turn(
+    bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, device: torch.device, together: int
+) -> InTurn:
+    """As `deal`, for tiles of keys that add to tiles of rows one after the other (`turns`). Programs run at once.
+
+    Where rows see all keys, tiles are equally long and dealt round by round; those of a pair that are dealt in the same
+    round are a wave. Nobody waits for ever: sort the visits of a pair by round, by head of the group, by whether the
+    tile has begun anew at the first row, by the steps that it has taken, and by number, the higher first. Programs and
+    turns both follow that order.
+
+    With a band the tiles of a pair are one wave, dealt from the last one on: where rows see what comes before them, it
+    has the fewest rows, so each is ahead of those that are dealt after it. Turns and programs follow the order of
+    dealing, so the first tile in it that is not done waits for nobody. The last tiles are then the longest. To fill the
+    time until the very last ends, pairs that are done early keep back some of their higher numbers, which are dealt at
+    the end in ascending order, each a wave.
+    """
+    lengths = _lengths(bounds, block_m, block_n)
+    if bounds.left is None and bounds.right is None:
+        lists, _ = _hand_out(_by_groups(range(len(lengths)), pairs, together), lengths, programs)
+        waves = _rounds(lists, len(lengths))
+    else:
+        # Who keeps tiles back must be done before the last group begins.
+        together = min(together, max(1, pairs // 2))
+        tried = [
+            (_hand_out(_kept_back(len(lengths), pairs, programs, together, *back), lengths, programs), back)
+            for back in _to_keep_back(lengths, pairs, programs, together)
+        ]
+        # What is not worth a hundredth is not worth the rows that are read again either.
+        shortest = min(end for (_, end), _ in tried)
+        (lists, _), (first, kept) = next(x for x in tried if x[0][1] <= 1.01 * shortest)
+        waves = [
+            (m, m + 1) if m >= first and pair < kept else (0, first if pair < kept else len(lengths))
+            for pair in range(pairs)
+            for m in range(len(lengths))
+        ]
+    return InTurn(_table(lists, device), torch.tensor(waves, dtype=torch.int32).to(device))
+
+
+def _rounds(lists: list[list[int]], tiles: int) -> list[tuple[int, int]]:
+    """Of every tile, those of its pair that are dealt in the same round."""
+    rounds = {number: i for numbers in lists for i, number in enumerate(numbers)}
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for number, i in sorted(rounds.items()):
+        pair, m = divmod(number, tiles)
+        found[pair, i] = found.get((pair, i), (m, m))[0], m + 1
+    return [found[number // tiles, rounds[number]] for number in range(len(rounds))]
+
+
+def _to_keep_back(lengths: list[int], pairs: int, programs: int, together: int) -> list[tuple[int, int]]:
+    """From which tile on how many pairs may keep theirs back: nothing first, then more and more."""
+    tiles, found = len(lengths), [(len(lengths), 0)]
+    for first in (tiles // 2, 3 * tiles // 8, tiles // 4, tiles // 8):
+        # On average half of the last tile's time remains to be filled.
+        kept = -(-programs * max(lengths) // (2 * sum(lengths[first:])))
+        found.append((first, min(kept, max(pairs - together, 0))))
+    return found
+
+
+def _kept_back(tiles: int, pairs: int, programs: int, together: int, first: int, kept: int) -> list[int]:
+    """All tiles, each pair's from the last one, but for those that the first pairs keep back."""
+    soon = (x for x in _by_groups(range(tiles)[::-1], pairs, together) if x % tiles < first or x // tiles >= kept)
+    late = (x for x in _by_groups(range(tiles), kept, max(kept, 1)) if x % tiles >= first)
+    return [*soon, *late]
