@@ -44,6 +44,7 @@ def visit(browser: Browser, page_file: Path) -> Iterator[Callable[..., Opened]]:
     def open_page(fragment: str = "", size: tuple[int, int] = DESKTOP, **media: Any) -> Opened:
         viewport = {"width": size[0], "height": size[1]}
         context = browser.new_context(viewport=viewport, **media)  # type: ignore[arg-type]  # a TypedDict of these
+        context.set_default_timeout(300_000)  # against hangs alone
         opened = Opened(context.new_page())
         opened.page.on("console", lambda message: opened.complaints.append(message.text))
         opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))

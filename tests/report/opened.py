@@ -21,8 +21,19 @@ class Opened:
     def text(self, name: str) -> str:
         return self.page.locator(f"#{name}").inner_text()
 
-    def wait(self, condition: str, seconds: float = 20.0) -> None:
-        """Until a condition holds. Playwright's own wait evaluates strings, which the page's policy bars."""
+    def hold_time(self) -> None:
+        """The page's clock stands still from here on, but for `pass_time`: a slow browser sees the same moments."""
+        self.page.clock.install(time=0)
+        self.page.clock.pause_at(1000)
+
+    def pass_time(self, milliseconds: int) -> None:
+        self.page.clock.run_for(milliseconds)
+
+    def wait(self, condition: str, seconds: float = 300.0) -> None:
+        """Until a condition holds; the limit is against hangs alone.
+
+        Playwright's own wait evaluates strings, which the page's policy bars.
+        """
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"{condition} did not come true within {seconds:g} s"

@@ -19,7 +19,7 @@ const board = (() => {
     const gap = side * GAP;
     const label = 18;
     const start = label + 2 * (strip + gap);
-    const extent = side - start - 1;
+    const extent = svg.room(start, side, 1);
     return {
       strip, gap, label, start, extent,
       x: (j) => start + (extent * j) / keyTiles,
@@ -30,7 +30,7 @@ const board = (() => {
   function strips(context, g, plan, live, colours) {
     const cell = (n, t, at, along, colour, on) => {
       const from = along === "x" ? g.x(t) : g.y(t);
-      const size = (along === "x" ? g.x(t + 1) : g.y(t + 1)) - from - (n > 40 ? 0.3 : 1.5);
+      const size = svg.room(from, along === "x" ? g.x(t + 1) : g.y(t + 1), n > 40 ? 0.3 : 1.5);
       context.globalAlpha = on ? 1 : 0.28;
       context.fillStyle = colour;
       if (along === "x") context.fillRect(from, at, size, g.strip);
@@ -65,7 +65,7 @@ const board = (() => {
     for (let i = 0; i < plan.rowTiles; i += 1) {
       for (let j = 0; j < plan.keyTiles; j += 1) {
         const [x, y] = [g.x(j), g.y(i)];
-        const [w, h] = [g.x(j + 1) - x - inset, g.y(i + 1) - y - inset];
+        const [w, h] = [svg.room(x, g.x(j + 1), inset), svg.room(y, g.y(i + 1), inset)];
         const when = computed[i * plan.keyTiles + j];
         if (when === 0) {
           context.fillStyle = colours.bg;

@@ -39,6 +39,19 @@ const page = (() => {
     pipelines.render();
   }
 
+  // Redraw when the page gets another width: a window that is resized, a scroll bar, a first layout that comes late. A
+  // phone's address bar changes the height alone.
+  function followWidth() {
+    let width = document.body.clientWidth;
+    const update = () => {
+      if (document.body.clientWidth === width) return;
+      width = document.body.clientWidth;
+      redraw();
+    };
+    // In a frame of its own: drawings change the height of what is observed.
+    new ResizeObserver(() => window.requestAnimationFrame(update)).observe(document.body);
+  }
+
   // Totals of walks whose closed forms Python worked out: those that differ.
   function disagreements() {
     return figures.sets.filter((set) => {
@@ -65,12 +78,7 @@ const page = (() => {
       applyTheme();
       redraw();
     });
-    let width = window.innerWidth;
-    window.addEventListener("resize", () => {
-      if (window.innerWidth === width) return; // a phone's address bar changes the height alone
-      width = window.innerWidth;
-      redraw();
-    });
+    followWidth();
   }
 
   start();

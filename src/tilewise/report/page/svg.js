@@ -1,6 +1,9 @@
 // Small helpers for the document and for SVG: elements, axes, legends. Colours are the style sheet's variables.
 const svg = (() => {
   const SPACE = "http://www.w3.org/2000/svg";
+  // Of a drawing: axes, margins and labels take part of it. A host can be narrower, down to nothing, until the browser
+  // has given the page its place; it is drawn anew when that has come.
+  const LEAST = 160;
 
   function add(parent, name, attributes = {}, text = "") {
     const node = document.createElementNS(SPACE, name);
@@ -18,10 +21,13 @@ const svg = (() => {
     return node;
   }
 
+  // What lies between two places less a margin, and nothing where there is no room for it.
+  const room = (from, to, margin = 0) => Math.max(0, to - from - margin);
+
   // A fresh drawing that fills its host's width; what it shows is said in `label`.
   function canvas(host, height, label, minWidth = 0) {
     host.replaceChildren();
-    const width = Math.max(minWidth, Math.floor(host.clientWidth));
+    const width = Math.max(minWidth, LEAST, Math.floor(host.clientWidth));
     const root = add(host, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
     if (minWidth) root.style.maxWidth = "none";
     return { root, width, height };
@@ -35,8 +41,7 @@ const svg = (() => {
     const box = { left, right: width - 22, top: 30, bottom: height - 42 };
     const sx = logScale(x, [box.left, box.right]);
     const sy = logScale(y, [box.bottom, box.top]);
-    const room = (box.right - box.left) / xTicks.length;
-    const every = Math.max(1, Math.ceil(46 / room));
+    const every = Math.max(1, Math.ceil((46 * xTicks.length) / (box.right - box.left)));
     xTicks.forEach((tick, index) => {
       add(root, "line", { class: "grid", x1: sx(tick), x2: sx(tick), y1: box.top, y2: box.bottom });
       if (index % every === 0) add(root, "text", { x: sx(tick), y: box.bottom + 16, "text-anchor": "middle" }, xText(tick));
@@ -116,5 +121,5 @@ const svg = (() => {
     context.restore();
   }
 
-  return { add, html, canvas, axes, line, legend, bar, options, colour, board, hatch };
+  return { add, html, canvas, axes, line, legend, bar, options, colour, board, hatch, room };
 })();

@@ -4,7 +4,7 @@ const traversal = (() => {
   const SECONDS = 24; // that a whole walk takes at speed 1, unless it is short
   const STEPS_PER_SECOND = 4; // at speed 1, at least: a short walk is not dragged out
   const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
-  const state = { settings: null, walk: null, computed: null, row: null, done: 0, timer: 0, position: 0 };
+  const state = { settings: null, walk: null, computed: null, row: null, done: 0, cancel: null, position: 0 };
 
   function render() {
     const { walk, done } = state;
@@ -71,13 +71,12 @@ const traversal = (() => {
   }
 
   function playing() {
-    return state.timer !== 0;
+    return state.cancel !== null;
   }
 
   function pause() {
-    window.clearTimeout(state.timer);
-    window.cancelAnimationFrame(state.timer);
-    state.timer = 0;
+    state.cancel?.();
+    state.cancel = null;
     byId("play").textContent = "Play";
     byId("play").setAttribute("aria-label", "Play");
     byId("now").setAttribute("aria-live", "polite");
@@ -101,7 +100,13 @@ const traversal = (() => {
     };
     // Asked for less motion, the board changes twice a second instead of at every frame.
     const next = () => {
-      state.timer = calm.matches ? window.setTimeout(tick, 500) : window.requestAnimationFrame(tick);
+      if (calm.matches) {
+        const timer = window.setTimeout(tick, 500);
+        state.cancel = () => window.clearTimeout(timer);
+      } else {
+        const frame = window.requestAnimationFrame(tick);
+        state.cancel = () => window.cancelAnimationFrame(frame);
+      }
     };
     next();
   }
