@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,25 @@ def _sum_of_zeros(dtype: Any) -> Callable[..., Any]:
     return run
 
 
+def _counter(pointer: Any) -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(int(pointer.handle.data.item()))
+
+
+def _await(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
+    """Until the counter is the second."""
+    counter, turn = _counter(args[0]), int(args[1].handle.data.item())
+    machine.current.wait_until(lambda: counter.value == turn)
+    return args[1]
+
+
+def _pass_on(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
+    """Count on, once what TMA was asked for is in memory."""
+    counter, stores = _counter(args[0]), tuple(machine.current.stores)
+    machine.current.wait_until(lambda: all(store.written for store in stores))
+    counter.value += 1
+    return tensor(np.zeros(1, np.int32), tl.int32)
+
+
 # By what a text has that no other has.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"^mov\.b32 \$0, \$1;$": _same,
@@ -55,4 +75,6 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"max\.u16x2 .* min\.u16x2": _cut,
     r"fma\.rn\.bf16x2": _sum_of_zeros(tl.bfloat16),
     r"fma\.rn\.f16x2": _sum_of_zeros(tl.float16),
+    r"ld\.acquire\.gpu": _await,
+    r"red\.release\.gpu": _pass_on,
 }
