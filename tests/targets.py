@@ -14,7 +14,10 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {
         "inputs; it takes float16 and bfloat16",
         "a head dim above 256",
         "a backward pass",
-        "no kernel for key/value caches",
+        "which is not q's dtype",
+        "TMA takes",
+        "an assumed maximum",
+        "whose rows do not begin at multiples of 16 bytes",
     ),
 }
 

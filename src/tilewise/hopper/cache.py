@@ -20,7 +20,7 @@ from . import launch
 from .decode import Shape, decode_kernel
 from .launch import ROWS
 
-_HEAD_DIMS = (64, 128, 256)
+_MAX_HEAD_DIM = 256
 # Slots that a page has a multiple of: TMA writes whole rows of eight to shared memory.
 _ROW_GROUP = 8
 # By consumers and programs on a multiprocessor: registers of the producer and of consumers, and the option maxnreg.
@@ -33,9 +33,7 @@ def unsupported_reasons(problem: CacheProblem) -> list[str]:
     refused = {
         f"{call.dtype} inputs; it takes float16 and bfloat16": call.dtype not in (torch.float16, torch.bfloat16),
         f"a cache of {problem.cache_dtype}, which is not q's dtype": problem.cache_dtype != call.dtype,
-        f"head dims {call.head_dim} and {call.head_dim_v}; with a cache it takes one of {_HEAD_DIMS} for both": (
-            call.head_dim != call.head_dim_v or call.head_dim not in _HEAD_DIMS
-        ),
+        f"a head dim above {_MAX_HEAD_DIM}": max(call.head_dim, call.head_dim_v) > _MAX_HEAD_DIM,
         f"pages of {problem.page_size}; TMA takes multiples of {_ROW_GROUP}": bool(
             problem.page_size and problem.page_size % _ROW_GROUP
         ),
@@ -62,7 +60,7 @@ def tile(problem: CacheProblem) -> TileConfig:
     """One warpgroup's rows where the longest sequence has no more packed ones, else two."""
     call = problem.attention
     rows = ROWS if call.seqlen_q * call.group_size <= ROWS else 2 * ROWS
-    return lookup("hopper", f"decode {rows}", call.dtype, call.head_dim)
+    return lookup("hopper", f"decode {rows}", call.dtype, max(call.head_dim, call.head_dim_v))
 
 
 def _box(problem: CacheProblem, tile: TileConfig) -> int:
@@ -74,10 +72,11 @@ def _box(problem: CacheProblem, tile: TileConfig) -> int:
 def shape(call: CacheCall) -> Shape:
     """Compile-time sizes."""
     attention, tile = call.problem.attention, call.tile
+    dims = attention.head_dim, attention.head_dim_v
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
-        attention.packed, attention.head_dim, attention.head_dim_v, attention.head_dim_v, tile.block_m, tile.block_n,
-        call.problem.page_size or 0, _box(call.problem, tile),
+        attention.packed, *dims, *map(launch.block, dims), tile.block_m, tile.block_n, call.problem.page_size or 0,
+        _box(call.problem, tile),
     )  # fmt: skip
     return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
 
@@ -94,7 +93,8 @@ def _described(call: CacheCall) -> list[Any]:
     """
     box = _box(call.problem, call.tile)
     caches = [launch.addressable(x) for x in (call.inputs.k_cache, call.inputs.v_cache)]
-    return [launch.descriptor(x if x.numel() else x.new_empty(1, box, *x.shape[2:]), box, x.shape[3]) for x in caches]
+    caches = [x if x.numel() else x.new_empty(1, box, *x.shape[2:]) for x in caches]
+    return [launch.descriptor(x, box, launch.block(x.shape[3])) for x in caches]
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:

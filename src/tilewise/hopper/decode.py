@@ -45,6 +45,7 @@ _LANES = gl.constexpr(32)
 class Shape(NamedTuple):
     """Compile-time sizes.
 
+    BLOCK_D, BLOCK_DV: head dims in shared memory, where TMA fills what is missing with zeros.
     PAGE: slots of a page, 0 of a contiguous cache; BOX: keys that TMA loads at once, a part of a page. MODE: see
     `decode_plan`. The fields that `combine` reads have the names that they have there.
     """
@@ -56,6 +57,7 @@ class Shape(NamedTuple):
     RAGGED: Any
     HEAD_DIM: Any
     HEAD_DIM_V: Any
+    BLOCK_D: Any
     BLOCK_DV: Any
     BLOCK_M: Any
     BLOCK_N: Any
@@ -165,10 +167,11 @@ def fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.co
     i = packed // shape.GROUP
     base = q.ptr + seq.b.to(gl.int64) * q.batch + seq.q_start * q.seq
     rows = i.to(gl.int64) * q.seq + (h * shape.GROUP + packed % shape.GROUP).to(gl.int64) * q.head
-    for first in gl.static_range(0, shape.HEAD_DIM, _DIMS):
+    for first in gl.static_range(0, shape.BLOCK_D, _DIMS):
         d = first + gl.arange(0, _DIMS, gl.SliceLayout(0, LOADED))
         if rope.cos is None:
-            x = gl.load(base + rows[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+            real = inside[:, None] & (d < shape.HEAD_DIM)[None, :]
+            x = gl.load(base + rows[:, None] + d[None, :], mask=real, other=0.0)
         else:
             used = cache.slots_in_use(slots, seq.b, limits)
             new = seq.k_start + seq.len_k - used
@@ -210,7 +213,7 @@ def step(
     SCORES: gl.constexpr = score_layout(shape.BLOCK_N)
     VALUES: gl.constexpr = score_layout(shape.BLOCK_DV)
     n0 = j * shape.BLOCK_N
-    k_smem = arrived(k, i, shape.BLOCK_N, shape.HEAD_DIM)
+    k_smem = arrived(k, i, shape.BLOCK_N, shape.BLOCK_D)
     zero = gl.zeros([64, shape.BLOCK_N], gl.float32, SCORES)
     s = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)  # [M, N]
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -266,7 +269,7 @@ def store(acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape
     d = gl.arange(0, shape.BLOCK_DV, gl.SliceLayout(0, VALUES))
     inside = packed < seq.len_q * shape.GROUP
     row = gl.convert_layout(packed, gl.SliceLayout(1, VALUES), assert_trivial=True)
-    real = (row < seq.len_q * shape.GROUP)[:, None] & (d >= 0)[None, :]
+    real = (row < seq.len_q * shape.GROUP)[:, None] & (d < shape.HEAD_DIM_V)[None, :]
     if slot < 0:
         base = out.ptr + seq.b.to(gl.int64) * out.batch + seq.q_start * out.seq
         head = h * shape.GROUP + row % shape.GROUP
@@ -380,7 +383,7 @@ def decode_kernel(
     )  # fmt: skip
     k = make_ring(k_desc, STAGES, shape)
     v = make_ring(v_desc, STAGES, shape)
-    tile: gl.constexpr = [shape.CONSUMERS, 64, shape.HEAD_DIM]
+    tile: gl.constexpr = [shape.CONSUMERS, 64, shape.BLOCK_D]
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, gl.NVMMASharedLayout(128, 16, rank=2))
     agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
     fence_async_shared()
