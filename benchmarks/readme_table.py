@@ -38,8 +38,8 @@ class Figure(NamedTuple):
 
     @property
     def variant(self) -> bool:
-        """Whether our call without the variant was timed beside it."""
-        return self.record["speed_of_plain"] is not None
+        """Whether it is one call of attention, and ours without the variant was timed beside it."""
+        return self.record["speed_of_plain"] is not None and self.case["pass"] in ("forward", "backward")
 
 
 def committed() -> list[Path]:
@@ -61,8 +61,7 @@ def newest(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Figure]]:
 def _cell(figure: Figure | None) -> str:
     if figure is None or figure.tflops is None:
         return NOTHING
-    ratio = figure.record["ratio"]
-    return f"{figure.tflops:.0f}" + (f" · {ratio:.2f}× {figure.record['best_peer']}" if ratio is not None else "")
+    return f"{figure.tflops:.0f}{_against(figure.record)}"
 
 
 def grid(figures: Iterable[Figure], pass_: str) -> list[str]:
@@ -96,6 +95,25 @@ def variants(figures: Iterable[Figure]) -> list[str]:
     return [*lines, ""]
 
 
+def _against(record: dict[str, Any]) -> str:
+    """How many times faster ours is than the best of the others, behind our rate."""
+    return "" if record["ratio"] is None else f" · {record['ratio']:.2f}× {record['best_peer']}"
+
+
+def caches(figures: Iterable[Figure]) -> list[str]:
+    """Calls with a cache: the rate of reading it, and what pages and parts of one size cost."""
+    chosen = [figure for figure in figures if figure.case["pass"] == "decode"]
+    if not chosen:
+        return []
+    lines = ["| cache | keys and values, GB/s | of a copy's rate | of the plain call's |", "|---|---|---|---|"]
+    for figure in chosen:
+        record = figure.record
+        mine, plain = record["peers"][record["ours"]], record["time_of_plain"]
+        beside = NOTHING if plain is None else f"{plain:.0%}"
+        lines.append(f"| {record['name']} | {mine['gb_s']:,.0f}{_against(record)} | {mine['of_copy']:.0%} | {beside} |")
+    return [*lines, ""]
+
+
 def steps(figures: Iterable[Figure]) -> list[str]:
     """Training steps: our tokens per second, and how many times faster ours is than the best of others."""
     chosen = [figure for figure in figures if figure.case["pass"] == "step"]
@@ -104,9 +122,10 @@ def steps(figures: Iterable[Figure]) -> list[str]:
     lines = ["| training step of a decoder | tokens/s | attention's share of the step |", "|---|---|---|"]
     for figure in chosen:
         record = figure.record
-        mine, ratio = record["peers"][record["ours"]], record["ratio"]
-        against = f" · {ratio:.2f}× {record['best_peer']}" if ratio is not None else ""
-        lines.append(f"| {record['name']} | {mine['tokens_s']:,.0f}{against} | {mine['attention_share']:.0%} |")
+        mine = record["peers"][record["ours"]]
+        lines.append(
+            f"| {record['name']} | {mine['tokens_s']:,.0f}{_against(record)} | {mine['attention_share']:.0%} |"
+        )
     return [*lines, ""]
 
 
@@ -131,7 +150,7 @@ def table(documents: Iterable[dict[str, Any]]) -> str:
         figures = list(by_name.values())
         if device != "cpu" and figures:
             grids = [line for pass_ in ("forward", "backward") for line in grid(figures, pass_)]
-            lines += [*_origin(device, figures), *grids, *variants(figures), *steps(figures)]
+            lines += [*_origin(device, figures), *grids, *variants(figures), *caches(figures), *steps(figures)]
     return "\n".join(lines).rstrip("\n") + "\n" if lines else "No results are committed yet.\n"
 
 

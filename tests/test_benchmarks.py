@@ -376,6 +376,7 @@ def test_plain_cases() -> None:
     equal = replace(PLAIN, lengths=(96, 96))
     assert equal.plain() == PLAIN
     assert replace(PLAIN, lengths=(96, 5)).plain() is None
+    assert replace(PLAIN, beside_full=True).plain() == replace(PLAIN, causal=False)
     assert sum(log_normal_lengths(64, 2048)) / 64 == pytest.approx(2048, rel=0.25)
 
 
@@ -493,13 +494,21 @@ def test_readme_shows_the_newest_figures() -> None:
     assert "2025-01-01 to 2026-02-01, commit 2025, 2026." in text
     assert "backward" not in text
     entries = {
-        "tilewise.triton": {"tflops": 300.0, "tokens_s": 81234.5, "attention_share": 0.416},
+        "tilewise.triton": {
+            "tflops": 300.0,
+            "gb_s": 3210.0,
+            "of_copy": 0.71,
+            "tokens_s": 81234.5,
+            "attention_share": 0.416,
+        },
         "cudnn": {"tflops": 250.0, "tokens_s": 7e4, "attention_share": 0.5},
     }
     record = {"name": "step", "case": {"pass": "step"}, "peers": entries, "speed_of_plain": None}
     record |= {"ours": "tilewise.triton", "ratio": 1.158, "best_peer": "cudnn"}
-    steps = table.table([{**documents[0], "cases": [record]}])
-    assert "| step | 81,234 · 1.16× cudnn | 42% |" in steps
+    paged = {**record, "name": "paged", "case": {"pass": "decode"}, "speed_of_plain": 0.97, "time_of_plain": 0.97}
+    text = table.table([{**documents[0], "cases": [record, paged]}])
+    assert "| step | 81,234 · 1.16× cudnn | 42% |" in text
+    assert "| paged | 3,210 · 1.16× cudnn | 71% | 97% |" in text and "| variant |" not in text
     assert table.table([]) == "No results are committed yet.\n"
 
     readme = f"above\n{table.BEGIN}old\n{table.END}below\n"

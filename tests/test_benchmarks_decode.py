@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import bench, errors
-from tilewise.bench import decode, decode_cases, decode_peers, machine, results, runner
+from tilewise.bench import decode, decode_cases, decode_peers, machine, results, runner, timing
 from tilewise.bench.decode_cases import DecodeCase, make
 from tilewise.bench.decode_peers import Contestant
 
@@ -44,6 +44,11 @@ def test_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         entry = record["peers"]["tilewise.cpu"]
         assert entry["status"] == "timed" and len(entry["rounds_ms"]) == 3
         assert entry["gb_s"] == pytest.approx(case.cache_bytes / entry["ms"] / 1e6)
+    plain, paged, parts = document["cases"]
+    assert not plain["plain"] and plain["time_of_plain"] is None
+    for record in (paged, parts):
+        beside, mine = record["plain"]["tilewise.cpu"], record["peers"]["tilewise.cpu"]
+        assert record["time_of_plain"] == pytest.approx(timing.ratio(mine["rounds_ms"], beside["rounds_ms"]).median)
     said = capsys.readouterr().out
     assert "decode B2 S64 4/2 heads D16 page 16 fp8: tilewise.cpu" in said and "of copy" in said
 

@@ -43,6 +43,7 @@ class Case:
         block_density: share of visible tiles of a random block mask, the same number in every row of tiles.
         lengths: of packed sequences; empty: dense.
         deterministic: bitwise repeatable gradients.
+        beside_full: of a causal case: the plain call that is timed beside it is not causal.
     """
 
     pass_: str
@@ -60,6 +61,7 @@ class Case:
     block_density: float | None = None
     lengths: tuple[int, ...] = ()
     deterministic: bool = False
+    beside_full: bool = False
 
     @property
     def backward(self) -> bool:
@@ -93,6 +95,7 @@ class Case:
         """The same call without its variants, to be timed beside it; None if it has none."""
         dense = replace(
             self,
+            causal=self.causal and not self.beside_full,
             heads_kv=self.heads,
             window=None,
             softcap=None,
@@ -101,6 +104,7 @@ class Case:
             block_density=None,
             lengths=self.lengths if self.ragged else (),
             deterministic=False,
+            beside_full=False,
         )
         return None if dense == self else dense
 
@@ -121,6 +125,7 @@ class Case:
             f"blocks {self.block_density or 0:.0%}": self.block_density is not None,
             f"{len(self.lengths)} packed": bool(self.lengths),
             "deterministic": self.deterministic,
+            "beside full": self.beside_full,
         }
         parts += [text for text, wanted in options.items() if wanted]
         return " ".join(parts)
@@ -163,6 +168,10 @@ def _variants(pass_: str) -> list[Case]:
     return cases
 
 
+def _causal(pass_: str) -> list[Case]:
+    return [standard(pass_, d, 16384, True, beside_full=True) for d in HEAD_DIMS]
+
+
 def _gqa(pass_: str) -> list[Case]:
     shapes = [(s, causal) for causal in (False, True) for s in (1024, 4096, 16384)]
     return [standard(pass_, 128, s, causal, heads=32, heads_kv=8) for s, causal in shapes]
@@ -197,6 +206,7 @@ SETS: dict[str, Callable[[str], list[Case]]] = {
     "backward": lambda _: _grid(BACKWARD, SEQLENS),
     "deterministic": lambda _: _grid(BACKWARD, CORNERS, deterministic=True),
     "variants": lambda _: _both(_variants),
+    "causal": lambda _: _both(_causal),
     "gqa": lambda _: _both(_gqa),
     "varlen": lambda _: _both(_varlen),
     "small": _small,

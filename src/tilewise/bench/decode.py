@@ -65,22 +65,37 @@ def _admit(
 
 
 def run_case(case: DecodeCase, peers: Sequence[Contestant], settings: Settings, bench: Bench) -> dict[str, Any]:
-    """One case of the document."""
-    data = make(case, settings.device)
-    entries: dict[str, Entry] = {}
+    """One case of the document: everyone who serves it, and ours without pages and parts of one size beside."""
+    entries: dict[str, dict[str, Entry]] = {"": {}, "plain ": {}}
     calls: dict[str, Call] = {}
-    with torch.no_grad():
-        for peer in peers:
-            entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE, peer.available())
-            call = None if entry.reason is not None else _admit(case, peer, entry, data, settings.device)
-            if call is not None:
-                calls[peer.name] = call
-        timed = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
     work = Work(case.flops, case.cache_bytes)
-    for name, measured in timed.items():
-        measured.ms = [ms / case.calls for ms in measured.ms]
-        results.measure(entries[name], measured, work, bench.ceilings)
-    return results.record(case.name, case.to_json(), work, entries)
+    with torch.no_grad():
+        _enter(case, peers, settings.device, entries[""], calls)
+        able = [peer for peer in peers if peer.ours and peer.name in calls]
+        if able and (without := case.plain()) is not None:
+            found: dict[str, Call] = {}
+            _enter(without, able, settings.device, entries["plain "], found)
+            calls |= {f"plain {name}": call for name, call in found.items()}
+        timed = interleave(bench.clock, calls, settings.rounds, settings.burst_ms) if calls else {}
+    for prefix, group in entries.items():
+        for name, entry in group.items():
+            if (measured := timed.get(prefix + name)) is not None:
+                measured.ms = [ms / case.calls for ms in measured.ms]
+                results.measure(entry, measured, work, bench.ceilings)
+    return results.record(case.name, case.to_json(), work, entries[""], entries["plain "])
+
+
+def _enter(
+    case: DecodeCase, peers: Sequence[Contestant], device: torch.device, entries: dict[str, Entry],
+    calls: dict[str, Call],
+) -> None:  # fmt: skip
+    """An entry for each contestant, and what to time of those that are right."""
+    data = make(case, device)
+    for peer in peers:
+        entry = entries[peer.name] = Entry(peer.ours, results.UNAVAILABLE, peer.available())
+        call = None if entry.reason is not None else _admit(case, peer, entry, data, device)
+        if call is not None:
+            calls[peer.name] = call
 
 
 def line(record: Mapping[str, Any]) -> str:
@@ -95,7 +110,8 @@ def line(record: Mapping[str, Any]) -> str:
 
 
 def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
-    """The table of a document: microseconds of the best of ours, everyone's GB/s, and the share of a copy's rate."""
+    """The table of a document: microseconds of the best of ours, everyone's GB/s, the share of a copy's rate, and how
+    fast ours is beside a call without pages or parts of one size."""
     names = list(dict.fromkeys(name for record in document["cases"] for name in record["peers"]))
     rows = []
     for record in document["cases"]:
@@ -108,10 +124,11 @@ def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> Non
                 *(report.NOTHING if rate is None else f"{rate:,.0f}" for rate in cells),
                 report.NOTHING if record["ratio"] is None else f"{record['ratio']:.3f}",
                 report.NOTHING if not mine else f"{mine['of_copy']:.0%}",
+                report.NOTHING if record["time_of_plain"] is None else f"{record['time_of_plain']:.0%}",
             ]
         )
     say(report.heading(dict(document)))
-    say(report.plain_table(["case", "us", *names, "ratio", "of copy"], rows))
+    say(report.plain_table(["case", "us", *names, "ratio", "of copy", "of plain"], rows))
     for text in report.refusals(dict(document)):
         say(f"not timed: {text}")
 

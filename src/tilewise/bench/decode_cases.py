@@ -6,7 +6,7 @@ of a call in the L2.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,11 @@ class DecodeCase:
     def calls(self) -> int:
         """How many caches there are."""
         return min(MOST_CALLS, max(2, -(-COLD_BYTES // max(1, self.cache_bytes))))
+
+    def plain(self) -> DecodeCase | None:
+        """The same call without pages and parts of one size, to be timed beside it; None if it has neither."""
+        contiguous = replace(self, page_size=None, split_size=None)
+        return None if contiguous == self else contiguous
 
     @property
     def name(self) -> str:
