@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ def prepare(
     if packed:
         checks.offsets(inputs, max_seqlen_q, max_seqlen_k)
     checks.flags(deterministic=deterministic, return_lse=return_lse, validate=validate)
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:6])
+    needs = (_need_gradients(inputs[:6]), _need_gradients((bias, alibi_slopes)))
     options = options_of(
-        q.dtype, needs_grad, causal=causal, window=window, mask=mask, score_mod=score_mod, softcap=softcap,
+        q.dtype, needs, causal=causal, window=window, mask=mask, score_mod=score_mod, softcap=softcap,
         softmax_scale=softmax_scale, dropout_p=dropout_p, deterministic=deterministic, out_dtype=out_dtype,
         backend=backend, validate=validate,
     )  # fmt: skip
@@ -67,20 +68,28 @@ def prepare(
     return problem, inputs, return_lse
 
 
-def options_of(dtype: torch.dtype, needs_grad: bool, **asked: Any) -> Options:
-    """The options of a call whose q has this dtype, checked, shorthands resolved; what is missing was not asked for."""
+def _need_gradients(tensors: Iterable[torch.Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def options_of(dtype: torch.dtype, needs: tuple[bool, bool], **asked: Any) -> Options:
+    """The options of a call whose q has this dtype, checked, shorthands resolved; what is missing was not asked for.
+
+    `needs` are `needs_grad` and `needs_scores_grad`.
+    """
     total = _mask(asked.get("causal", False), asked.get("window"), asked.get("mask"))
     return Options(
         mask=total,
         align=total.alignment() or BOTTOM_RIGHT,
-        score_mod=_score_mod(asked.get("score_mod"), needs_grad),
+        score_mod=_score_mod(asked.get("score_mod"), needs[0]),
         softcap=_positive("softcap", asked.get("softcap"), dtype),
         softmax_scale=_positive("softmax_scale", asked.get("softmax_scale"), dtype),
         dropout_keep=_dropout_keep(asked.get("dropout_p", 0.0)),
         deterministic=asked.get("deterministic", False),
         out_dtype=_out_dtype(asked.get("out_dtype"), dtype),
         backend=asked.get("backend"),
-        needs_grad=needs_grad,
+        needs_grad=needs[0],
+        needs_scores_grad=needs[1],
         validate=asked.get("validate", False),
     )
 

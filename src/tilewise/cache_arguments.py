@@ -47,7 +47,7 @@ def prepare(
     checks.flags(validate=asked.get("validate", False), return_lse=asked.get("return_lse", False))
     _no_gradients(inputs)
     given = {name: asked[name] for name in _OPTIONS if name in asked}
-    options = options_of(q.dtype, False, mask=None if tree is not None else mask, **given)
+    options = options_of(q.dtype, (False, False), mask=None if tree is not None else mask, **given)
     _servable(options)
     problem = CacheProblem.of(inputs, options, _static(asked, interleaved, inputs), asked.get("max_seqlen_q") or 0)
     if tree is not None:

@@ -38,6 +38,8 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 class Options:
     """What a call asks for beside its tensors' shapes. None means "not asked for".
 
+    `needs_grad` says whether any input needs a gradient, `needs_scores_grad` whether what is added to scores does: bias
+    or ALiBi slopes.
     The mask has no default: an object there is more than PyTorch 2.11 traces under `torch.compile`.
     """
 
@@ -51,6 +53,7 @@ class Options:
     out_dtype: torch.dtype | None = None
     backend: str | None = None
     needs_grad: bool = False
+    needs_scores_grad: bool = False
     validate: bool = False
 
     def encode(self, tensors: list[torch.Tensor]) -> str:
@@ -60,13 +63,13 @@ class Options:
         return (
             f"({self.mask.encode(tensors)},{self.align!r},{mod},{self.softcap!r},{self.softmax_scale!r},"
             f"{self.dropout_keep!r},{self.deterministic!r},{out},{self.backend!r},{self.needs_grad!r},"
-            f"{self.validate!r})"
+            f"{self.needs_scores_grad!r},{self.validate!r})"
         )
 
 
 def decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
     """The inverse of `Options.encode`."""
-    mask, align, mod, softcap, scale, keep, deterministic, out, backend, needs_grad, validate = literal(spec)
+    mask, align, mod, softcap, scale, keep, deterministic, out, backend, needs, needs_scores, validate = literal(spec)
     return Options(
         mask=masks.decode(mask, tensors),
         align=align,
@@ -77,7 +80,8 @@ def decode(spec: str, tensors: tuple[torch.Tensor, ...]) -> Options:
         deterministic=deterministic,
         out_dtype=None if out is None else getattr(torch, out.removeprefix("torch.")),
         backend=backend,
-        needs_grad=needs_grad,
+        needs_grad=needs,
+        needs_scores_grad=needs_scores,
         validate=validate,
     )
 

@@ -20,10 +20,10 @@ INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED:
     from .interpreter import mend
 
-    # Before any kernel is defined.
+    # Before kernels are defined.
     mend()
 
-from . import cache, gradients, launch, variants  # noqa: E402
+from . import cache, gradients, launch, variants  # noqa: E402 - kernels, see above
 
 NAME = "hopper"
 MAX_HEAD_DIM = 256

@@ -13,9 +13,9 @@ programs that share rows begin at different ones. Their order is not fixed unles
 HBM: reads k, v once and q, do, lse, delta once per tile of keys (mostly from L2); writes dk, dv; adds to dq once per
 tile of keys.
 
-*Handles* bf16 and fp16, head dims up to 128, every mask, packed sequences, softcap, score modifications, dropout.
-*Not here*: wider heads, a repeatable dq of packed sequences and of masks that are no band (`backward_apart`), bias and
-ALiBi (`_triton.backward`).
+*Handles* bf16 and fp16, head dims up to 128, every mask, packed sequences, softcap, score modifications, bias, ALiBi,
+dropout. *Not here*: wider heads, a repeatable dq of packed sequences and of masks that are no band (`backward_apart`),
+the gradients of bias and ALiBi slopes (`_triton.backward`).
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ def unpacked(p32, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def kept(variant, seq, head, m0, n0, heads, LAYOUT: gl.constexpr, shape):
-    """Which weights dropout keeps, [N, M]: a Philox call for eight keys of a row (see `tilewise.dropout`)."""
+def kept(variant, seq, head, m0, n0, heads, LAYOUT: gl.constexpr, shape, OF_ROWS: gl.constexpr = False):
+    """Which weights dropout keeps, [N, M] or [M, N]: a Philox call for eight keys of a row (see `tilewise.dropout`)."""
     CALLS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [shape.WARPS, 1], [1, 0])
     rows = (m0 + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(1, CALLS)))[:, None]
     calls = (n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(0, CALLS)))[None, :]
@@ -247,7 +247,9 @@ def kept(variant, seq, head, m0, n0, heads, LAYOUT: gl.constexpr, shape):
     halves = halves.reshape([shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4, 2])  # [M, group, thread, word, half]
     halves = halves.permute([0, 1, 3, 2, 4]).reshape([shape.BLOCK_M, shape.BLOCK_N])
     marks = (halves < gl.to_tensor(variant.keep).to(gl.uint32)).to(gl.int8)
-    return gl.convert_layout(marks.permute([1, 0]), LAYOUT) != 0
+    if not OF_ROWS:
+        marks = marks.permute([1, 0])
+    return gl.convert_layout(marks, LAYOUT) != 0
 
 
 @gluon.jit

@@ -12,8 +12,8 @@ sum would cross L2 once for every 64 keys. dP runs beside the exponentials, the 
 HBM: each kernel reads its own rows once and the others once per tile of its own (mostly from L2), and writes its
 gradient.
 
-*Handles* bf16 and fp16, head dims up to 256, every mask, packed sequences, softcap, score modifications. *Not here*:
-dropout, bias, ALiBi.
+*Handles* bf16 and fp16, head dims up to 256, every mask, packed sequences, softcap, score modifications, bias, ALiBi,
+dropout. *Not here*: the gradients of bias and ALiBi slopes (`_triton.backward`).
 
 Source: FlashAttention-2 (Dao, 2023), Algorithm 2, its loop split in three.
 """
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import bits_of, load_rows, product_gradient, scaled_scores, stat_of, store, tile_layout, weights
+from .backward import bits_of, kept, load_rows, product_gradient, scaled_scores, stat_of, store, tile_layout, weights
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release
 from .work import Band, Work, dealt, rounds_of
@@ -169,6 +169,26 @@ def scores_of(smem, i, at, tile, zero, shape, WHAT: gl.constexpr):
 
 
 @gluon.jit
+def begin_of(smem, i, delta, SCORES: gl.constexpr, WHAT: gl.constexpr):
+    """Delta, as it broadcasts to the scores with the tile that is use i; of own rows it is `delta`."""
+    if WHAT == "k":
+        begin = smem.delta.index(i % smem.other_2.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
+    else:
+        begin = delta[:, None]
+    return begin
+
+
+@gluon.jit
+def kept_of(first, at, who, dealing, variant, shape, SCORES: gl.constexpr, WHAT: gl.constexpr):
+    """Which weights dropout keeps, of own rows from `first` on and the tile number `at`."""
+    if WHAT == "q":
+        m0, n0, heads = first, at * shape.BLOCK_N, dealing.heads
+    else:
+        m0, n0, heads = at * shape.BLOCK_M, first, dealing.heads * dealing.group
+    return kept(variant, who, who.h, m0, n0, heads, SCORES, shape, WHAT == "q")
+
+
+@gluon.jit
 def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.constexpr):
     """The gradient of a tile of own rows, and the next use of the rings."""
     OWN: gl.constexpr = shape.BLOCK_M if WHAT == "q" else shape.BLOCK_N
@@ -212,20 +232,29 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
             unread.cut(other_2_smem, seq.len_q - at * PASSING, shape.WARPS)
         dp = zero
         if WHAT != "v":
-            begin = delta[:, None]
-            if WHAT == "k":
-                begin = smem.delta.index(i % smem.other_2.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
+            begin = begin_of(smem, i, delta, SCORES, WHAT)
             own_2_smem = smem.own_2.tiles.index(0).reshape([OWN, shape.BLOCK_DV])
-            dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero - begin, is_async=True)
+            if variant.seed is None:
+                dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero - begin, is_async=True)
+            else:
+                dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
         s, chain = scaled_scores(s, who, rows, keys, io, variant, extra)
         limit = lse2[:, None]
         if WHAT != "q":
             limit = smem.lse.index(i % smem.other.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
         p = weights(s - limit, who, rows, keys, masked, band, variant, extra)
+        keep = p
+        if variant.seed is not None:
+            keep = kept_of(tile.first, at, who, dealing, variant, shape, SCORES, WHAT)
         factor = p
-        if WHAT != "v":
+        if WHAT == "v":
+            if variant.seed is not None:
+                factor = gl.where(keep, p, 0.0)
+        else:
             dp = warpgroup_mma_wait(0, deps=(dp,))
             release(smem.other_2, i)
+            if variant.seed is not None:
+                dp = gl.where(keep, dp * (65536.0 / variant.keep), 0.0) - begin_of(smem, i, delta, SCORES, WHAT)
             factor = p * dp
             if shape.CLEAN:
                 if masked:
@@ -274,6 +303,8 @@ def compute(io, smem, band, dealing, variant, extra, shape, WHAT: gl.constexpr):
             if WHAT == "q":
                 # As `store` sees it, the rows that are written are keys.
                 seq = Sequence(seq.b, seq.h, seq.k_start, seq.q_start, seq.len_k, seq.len_q, seq.off)
+            if WHAT == "v" and variant.seed is not None:
+                acc *= 65536.0 / variant.keep
             HEAD_DIM: gl.constexpr = shape.HEAD_DIM_V if WHAT == "v" else shape.HEAD_DIM
             store(acc * io.grad_scale, io.grad, HEAD_DIM, seq, tile.first, dealing, shape)
         t = upcoming

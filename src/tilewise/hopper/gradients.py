@@ -67,8 +67,7 @@ def unsupported_reasons(problem: Problem) -> list[str]:
     """Why the backward pass does not serve a problem that the forward does."""
     p = problem
     refused = {
-        "a backward pass with bias or ALiBi": p.has_bias or p.has_alibi,
-        "a backward pass with dropout, of gradients one by one": p.has_dropout and _apart(p),
+        "a backward pass with gradients of bias or ALiBi slopes": p.options.needs_scores_grad,
         # TMA counts the statistics of all of them in one line.
         "a backward pass of 2**31 rows of all heads, or more": p.batch * p.heads_q * p.seqlen_q >= 1 << 31,
     }
@@ -78,14 +77,15 @@ def unsupported_reasons(problem: Problem) -> list[str]:
 def unproven_reasons(problem: Problem) -> list[str]:
     """What of the backward pass has yet to be held to the conformance suite on a GPU; until then others serve it."""
     p, options = problem, problem.options
-    plain = not (p.has_sinks or p.has_dropout or options.softcap or options.score_mod)
+    added = p.has_bias or p.has_alibi or p.has_sinks
+    plain = not (added or p.has_dropout or options.softcap or options.score_mod)
     whole = p.seqlen_q % _STAT_ROWS == 0 and p.seqlen_k % _STAT_ROWS == 0
     refused = {
         f"a backward pass of head dims above {_TOGETHER}": max(p.head_dim, p.head_dim_v) > _TOGETHER,
         "a backward pass with deterministic=True": options.deterministic,
         "a backward pass of packed sequences": p.packed,
         "a backward pass of other masks than causal ones and windows": not is_band(options.mask),
-        "a backward pass with modified scores, sinks or dropout": not plain,
+        "a backward pass with modified scores, bias, ALiBi, sinks or dropout": not plain,
         f"a backward pass of lengths that are no multiples of {_STAT_ROWS}": not p.packed and not whole,
     }
     return [reason for reason, holds in refused.items() if holds]

@@ -102,7 +102,7 @@ class Descriptor:
 
 
 class Shared:
-    """Part of shared memory: `data` are its elements, bits where NumPy lacks the type, `marks` those that are unfenced."""
+    """Part of shared memory: `data` are its elements, as bits where NumPy lacks the type; of `marks` 1 is unfenced."""
 
     def __init__(self, dtype: Any, data: np.ndarray, marks: np.ndarray, layout: Any, machine: Any) -> None:
         self.dtype, self.layout = dtype, layout
