@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import bench, dispatch, errors
-from tilewise.bench import check, machine, peers, report, results, runner, timing
+from tilewise.bench import check, command, decode, machine, peers, report, results, runner, timing
 from tilewise.bench.cases import SETS, TOKENS, WIDTH, Case, Filters, log_normal_lengths, select
 from tilewise.bench.data import make, problem
 from tilewise.bench.peers import Calls, Peer
@@ -389,71 +390,22 @@ def test_block_masks_have_equal_rows() -> None:
     assert work.flops == 4 * 16 * 2 * 256 * 128
 
 
-# ---- contestants
+# ---- what is written about them
 
 
-def test_peers_by_name() -> None:
-    assert [peer.name for peer in peers.named(["ours"])] == [f"tilewise.{name}" for name in dispatch.BACKENDS]
-    assert [peer.name for peer in peers.named(["fa3", "tilewise.cpu"])] == ["tilewise.cpu", "fa3"]
-    with pytest.raises(errors.ArgumentError, match=r"peers: got fa9; supported: ours, tilewise\.cpu"):
-        peers.named(["fa9"])
-
-
-def fake_flash(seen: list[tuple[str, dict[str, Any]]]) -> Any:
-    """A module with the functions of FA3 and FA4 that keeps its arguments; the LSE comes along."""
-
-    def function(name: str) -> Callable[..., Any]:
-        def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-            seen.append((name, arguments))
-            return torch.zeros_like(q), None
-
-        return attend
-
-    names = ("flash_attn_func", "flash_attn_varlen_func")
-    return SimpleNamespace(__name__="flash", **{name: function(name) for name in names})
-
-
-def test_arguments_of_fa3_and_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, dict[str, Any]]] = []
-    windowed = replace(PLAIN, dtype="bf16", window=(7, None), softcap=5.0)
-    packed = replace(PLAIN, dtype="bf16", lengths=(5, 96), deterministic=True)
-    monkeypatch.setattr(peers, "first_module", lambda names: fake_flash(seen))
-    for setup in (peers._setup_fa3, peers._setup_fa4):
-        for case in (windowed, packed):
-            data = make(case, CPU)
-            ready = setup(case, data)
-            assert not isinstance(ready, str) and ready.forward().shape == data.q.shape
-    (fa3, fa3_packed, fa4, fa4_packed) = seen
-    assert fa3 == ("flash_attn_func", {"causal": True, "window_size": (7, -1), "softcap": 5.0})
-    assert fa4 == ("flash_attn_func", {"causal": True, "window_size": (7, None), "softcap": 5.0})
-    assert fa3_packed[0] == fa4_packed[0] == "flash_attn_varlen_func"
-    assert fa4_packed[1]["max_seqlen_q"] == 96 and fa4_packed[1]["deterministic"] is True
-    assert fa4_packed[1]["cu_seqlens_q"].tolist() == [0, 5, 101]
-    assert peers._setup_fa4(replace(PLAIN, alibi=True), data) == "has no alibi, fp32"
-    # The wheel has less than the build.
-    monkeypatch.setattr(peers, "first_module", lambda names: SimpleNamespace(__name__="fa3_fwd_interface"))
-    assert peers._setup_fa3(replace(BACKWARD, dtype="fp16"), data) == "has no backward, fp16"
-
-
-def test_packages_that_are_missing_or_broken_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_flash.py").write_text("raise OSError('libcuda.so is missing')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    why = peers._importable(("absent_flash", "broken_flash"), torch.device("cuda"))
-    assert why == "absent_flash: No module named 'absent_flash'; broken_flash: OSError: libcuda.so is missing"
-    assert peers._importable(("json",), torch.device("cuda")) is None
-    assert peers._importable(("json",), CPU) == "runs on cuda, not on cpu"
-
-
-@pytest.mark.parametrize("variant", ["window", "two-sided window", "softcap", "alibi", "blocks", "grouped"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_masks_and_score_mods_of_flex(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiling takes long; what is translated is the same without.
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    case = replace(PLAIN, **VARIANTS[variant])
-    prepared = runner.prepare(case, CPU)
-    ready = peers._setup_flex(replace(case, dtype="bf16"), prepared.data)
-    assert not isinstance(ready, str)
-    assert check.verdict(case, prepared.data, ready, prepared.expected).complaint is None
+def test_every_command_of_the_guide_selects_something() -> None:
+    guide = (Path(__file__).parents[1] / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    commands = [text.split() for text in re.findall(r"\| `(--set [^`]+)` \|", guide)]
+    assert len(commands) > 10
+    for words in commands:
+        chosen = command.parser().parse_args(words)
+        kind = command._other_kind(chosen, chosen.set)
+        if kind is None:
+            filters = Filters(chosen.passes, chosen.d, chosen.s, chosen.causal, chosen.dtype)
+            assert select(chosen.set, filters, "cuda") and peers.named(chosen.peers)
+        else:
+            assert kind.select(chosen.set)
+            assert decode.named(chosen.peers, torch.device("cuda")) if kind is decode else peers.named(chosen.peers)
 
 
 # ---- README's figures
