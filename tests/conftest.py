@@ -56,8 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     for owner, name in _POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
-    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
-    hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+    # How fast examples run, or are drawn, says something of the machine and nothing of the package.
+    common = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, **common)
+    hypothesis.settings.register_profile("explore", **common)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 

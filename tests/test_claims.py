@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import guards
+
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
@@ -26,7 +28,7 @@ def claims() -> Any:
 
 def test_the_page_is_what_the_tool_writes() -> None:
     command = [sys.executable, str(TOOLS / "claims.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=guards.SECONDS)
     assert done.returncode == 0, done.stderr
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import guards
 import tilewise
 from tilewise import cli
 
@@ -16,7 +17,7 @@ RUN = [sys.executable, "-m", "tilewise.cli"]
 
 
 def tilewise_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=guards.SECONDS, check=False)
 
 
 def test_info_names_versions_devices_backends_and_the_cache(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
+import guards
 from tilewise import cli, demo
 from tilewise.arguments import prepare
 from tilewise.cpu import fused
@@ -367,7 +368,9 @@ def test_mixed_precision_as_on_a_gpu(small: Plan, corpus: Corpus) -> None:
 
 def test_import_is_light() -> None:
     code = "import sys, tilewise.demo; print({'rich', 'matplotlib'} & {m.split('.')[0] for m in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=guards.SECONDS, check=True
+    )
     assert done.stdout.strip() == "set()"
 
 

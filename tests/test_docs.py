@@ -13,6 +13,8 @@ import torch
 from sybil.document import Document
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+import guards
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # These tell about the work, not about calls.
@@ -61,5 +63,5 @@ def test_which_backend_is_what_dispatch_says() -> None:
 def check_tool(name: str) -> None:
     """A tool finds the page that it writes as it would write it."""
     command = [sys.executable, str(ROOT / "tools" / name), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=guards.SECONDS)
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import guards
 import tilewise
 from tilewise.kvcache import CacheInputs
 
@@ -26,10 +27,10 @@ OWN_LATE = {"cache_api", "cached", "compat", "cpu", "explanation", "kvcache", "n
 
 
 def run(code: str) -> Any:
-    """The last line that `code` prints in a new interpreter, read as JSON; the timeout is against hangs alone."""
+    """The last line that `code` prints in a new interpreter, read as JSON."""
     # Users import compiled modules; a setting against writing them would have every run compile them anew.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=guards.SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -119,7 +120,7 @@ def test_late_names_are_listed_and_others_refused() -> None:
     assert {*tilewise.__all__, "compat", "roofline"} <= set(dir(tilewise))
     assert tilewise.roofline.DEVICES
     with pytest.raises(AttributeError, match="module 'tilewise' has no attribute 'attention_with_cache'"):
-        tilewise.attention_with_cache  # noqa: B018
+        _ = tilewise.attention_with_cache
 
 
 def test_compilation_sees_late_names() -> None:

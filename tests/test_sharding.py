@@ -15,11 +15,10 @@ from torch import distributed
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import guards
 import tilewise
 from sharded import CASES, WORLD
 
-# Both processes do every case, so a case that fails in one may leave the other waiting.
-SECONDS = 240
 PROCESS = "import sys, sharded; sharded.run(int(sys.argv[1]), sys.argv[2])"
 
 
@@ -38,7 +37,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     try:
         for process in started:
-            _, errors = process.communicate(timeout=SECONDS)
+            # Both do every case, so one that fails in one of them may leave the other waiting.
+            _, errors = process.communicate(timeout=guards.SECONDS)
             assert process.returncode == 0, errors.decode()
     finally:
         for process in started:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import guards
+
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "flash_attn_tests.py"
 
@@ -56,7 +58,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     code += "import flash_attn_tests as t\n"
     code += f"sys.exit(t.run(Path({str(folder)!r}), '3', {list(arguments)!r}))"
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=guards.SECONDS)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import guards
 import tilewise.compat
 from tilewise import errors
 
@@ -17,7 +18,7 @@ def run(code: str, *flags: str) -> Any:
     """What `code` says in `said`, in a new interpreter that fails on warnings."""
     text = f"import json\nsaid = None\n{code}\nprint(json.dumps(said))"
     command = [sys.executable, "-W", "error", *flags, "-c", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=guards.SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

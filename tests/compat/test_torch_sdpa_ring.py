@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import guards
+
 WORLD = 2
 
 RANK = """
@@ -63,5 +65,5 @@ def test_two_ranks_get_what_one_would(kind: str, tmp_path: Path) -> None:
         [sys.executable, "-c", RANK, str(rank), str(WORLD), str(tmp_path / "store"), kind] for rank in range(WORLD)
     ]
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    said = [rank.communicate(timeout=guards.SECONDS)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)

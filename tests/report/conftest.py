@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+import guards
 from tilewise import report
 
 from .opened import DESKTOP, Opened
@@ -31,7 +32,7 @@ def browser() -> Iterator[Browser]:
     # Chromium has no sandbox for root, which tests in containers run as.
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=arguments)
+        browser = playwright.chromium.launch(executable_path=found, args=arguments, timeout=1e3 * guards.SECONDS)
         yield browser
         browser.close()
 
@@ -44,7 +45,7 @@ def visit(browser: Browser, page_file: Path) -> Iterator[Callable[..., Opened]]:
     def open_page(fragment: str = "", size: tuple[int, int] = DESKTOP, **media: Any) -> Opened:
         viewport = {"width": size[0], "height": size[1]}
         context = browser.new_context(viewport=viewport, **media)  # type: ignore[arg-type]  # a TypedDict of these
-        context.set_default_timeout(300_000)  # against hangs alone
+        context.set_default_timeout(1e3 * guards.SECONDS)
         opened = Opened(context.new_page())
         opened.page.on("console", lambda message: opened.complaints.append(message.text))
         opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))

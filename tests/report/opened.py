@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from playwright.sync_api import Page
 
+import guards
+
 DESKTOP, PHONE, SMALL_PHONE = (1280, 800), (390, 844), (360, 740)
 
 
@@ -29,11 +31,8 @@ class Opened:
     def pass_time(self, milliseconds: int) -> None:
         self.page.clock.run_for(milliseconds)
 
-    def wait(self, condition: str, seconds: float = 300.0) -> None:
-        """Until a condition holds; the limit is against hangs alone.
-
-        Playwright's own wait evaluates strings, which the page's policy bars.
-        """
+    def wait(self, condition: str, seconds: float = guards.SECONDS) -> None:
+        """Until a condition holds. Playwright's own wait evaluates strings, which the page's policy bars."""
         end = time.monotonic() + seconds
         while not self.page.evaluate(condition):
             assert time.monotonic() < end, f"{condition} did not come true within {seconds:g} s"

@@ -13,6 +13,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import guards
 from tilewise import cli, errors
 from tilewise.roofline import forms
 from tilewise.textbook import quiz
@@ -95,7 +96,7 @@ def test_on_a_terminal_it_asks_again_marks_and_counts() -> None:
     )
     os.close(theirs)
     os.write(ours, "".join(f"{line}\n" for line in typed).encode())
-    shown, _ = process.communicate(timeout=120)
+    shown, _ = process.communicate(timeout=guards.SECONDS)
     os.close(ours)
     assert process.returncode == 0, shown
     assert "got 'z'; supported: one of a, b" in shown
