@@ -26,7 +26,7 @@ from tilewise.bench.timing import interleave
 from tilewise.tiles import TileConfig
 
 Sizes = tuple[int, ...]
-# Rows, keys, warps, stages, bound on registers, programs on a multiprocessor.
+# Rows, keys, warps, stages, bound on registers, programs on a multiprocessor, ptxas's level of saving registers.
 FEW: list[Sizes] = [
     (16, 64, 4, 3, 0, 2), (16, 64, 4, 2, 168, 3), (16, 64, 4, 4, 0, 1), (16, 32, 4, 4, 168, 3), (16, 32, 4, 3, 128, 4),
     (16, 128, 4, 2, 0, 1), (16, 128, 8, 3, 0, 1), (16, 128, 4, 3, 0, 1), (16, 64, 2, 3, 0, 2), (16, 32, 2, 4, 0, 4),
@@ -34,8 +34,8 @@ FEW: list[Sizes] = [
 MANY: list[Sizes] = [(64, 64, 4, 3, 0, 2), (64, 64, 4, 2, 0, 2), (64, 128, 4, 2, 0, 1), (64, 128, 8, 2, 0, 1)]
 CHUNK: list[Sizes] = [*MANY, (128, 64, 8, 3, 0, 1), (128, 128, 8, 2, 0, 1)]
 LATENT: list[Sizes] = [
-    (64, 64, 8, 2, 0, 1), (64, 32, 8, 3, 0, 1), (64, 32, 8, 2, 0, 1), (64, 64, 4, 2, 0, 1), (32, 32, 4, 2, 0, 1),
-    (16, 32, 4, 3, 0, 1), (16, 32, 4, 2, 0, 2), (16, 64, 8, 2, 0, 1),
+    (64, 64, 8, 3, 0, 1, 2), (64, 64, 8, 3, 0, 1), (64, 32, 8, 4, 0, 1, 2), (16, 32, 4, 2, 0, 2, 2),
+    (16, 32, 4, 2, 0, 2), (16, 32, 4, 3, 0, 1, 2), (16, 64, 8, 2, 0, 1, 2), (32, 32, 4, 2, 0, 1),
 ]  # fmt: skip
 EIGHT_BIT: list[Sizes] = [
     (16, 64, 4, 3, 0, 2), (16, 64, 4, 4, 0, 2), (16, 128, 4, 3, 0, 2), (16, 128, 4, 2, 0, 2), (16, 128, 8, 3, 0, 1),

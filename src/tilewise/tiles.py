@@ -15,6 +15,7 @@ Architecture classes of Triton kernels:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ class TileConfig:
 
     `max_registers` bounds the registers of a thread so that more programs share a multiprocessor; 0 leaves them to
     the compiler. `programs` is how many of a kernel whose programs share all work run on a multiprocessor.
+    `register_level`, 1 to 10, is how much ptxas does to use few registers (``--register-usage-level``); 0: what it does
+    unasked, 5. Where it keeps in memory what is quickly computed anew, 2 helps.
     """
 
     block_m: int
@@ -33,12 +36,17 @@ class TileConfig:
     num_stages: int = 0
     max_registers: int = 0
     programs: int = 0
+    register_level: int = 0
 
     @property
-    def launch_options(self) -> dict[str, int]:
+    def launch_options(self) -> dict[str, Any]:
         """What a Triton launch takes beside its arguments; not every GPU's compiler knows a bound on registers."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | ({"maxnreg": self.max_registers} if self.max_registers else {})
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.max_registers:
+            options["maxnreg"] = self.max_registers
+        if self.register_level:
+            options["ptx_options"] = f"--register-usage-level={self.register_level}"
+        return options
 
 
 ANY = "any"
@@ -151,9 +159,9 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "decode 64", "small", "32bit", 576): TileConfig(16, 16, 4, 1, programs=1),
     ("triton", "decode 128", "small", "32bit", 128): TileConfig(32, 32, 4, 1, programs=2),
     ("triton", "decode 128", "small", "32bit", 576): TileConfig(16, 16, 4, 1, programs=1),
-    ("triton", "latent 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=2),
-    ("triton", "latent 64", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
-    ("triton", "latent 128", "hopper", "16bit", 576): TileConfig(64, 64, 8, 2, programs=1),
+    ("triton", "latent 16", "hopper", "16bit", 576): TileConfig(16, 32, 4, 2, programs=2, register_level=2),
+    ("triton", "latent 64", "hopper", "16bit", 576): TileConfig(64, 64, 8, 3, programs=1, register_level=2),
+    ("triton", "latent 128", "hopper", "16bit", 576): TileConfig(64, 64, 8, 3, programs=1, register_level=2),
     ("triton", "delta", ANY, ANY, 512): TileConfig(32, 0, 4, 1),
     ("triton", "forward", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 160),  # 421/406, 366
     ("triton", "forward", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3),  # 469/490, 409

@@ -33,6 +33,15 @@ TRITON: dict[str, tuple[int, int]] = {"16bit": (640, 1350), "32bit": (800, 1800)
 # Bytes spilled by the kernels for caches: up to head dim 128, and above it, where a tile's output fills the registers.
 CACHES: dict[bool, tuple[int, int]] = {False: (720, 1500), True: (4900, 9000)}
 
+# Of tiles of a latent on Hopper whose output takes half of the registers, by slots of a page (0: rows); and bytes that
+# those of few rows spill. Told to save registers, ptxas 12.8 computes descriptors of q anew instead of spilling them.
+LATENT: dict[int, tuple[Budget, Budget]] = {
+    0: (Budget(640, 12, 1400), Budget(780, 48, 2300)),
+    16: (Budget(1060, 18, 1650), Budget(1215, 72, 2350)),
+    64: (Budget(730, 20, 1200), Budget(825, 72, 2350)),
+}
+FEW_LATENT = (64, 160)
+
 # Hopper's, by head dim: of calls without a mask, and of causal ones and windows.
 PLAIN: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(335), Budget(330)),
@@ -99,3 +108,12 @@ APART: list[tuple[Budget, Budget]] = [
     (Budget(385, 2), Budget(430, 30, 1500)),
     (Budget(245), Budget(290, 10, 800)),
 ]
+# Of caches: by rows of a tile, and head dim.
+DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
+    (64, 64): (Budget(520), Budget(520)),
+    (64, 128): (Budget(395), Budget(380)),
+    (64, 256): (Budget(520, 0, 270), Budget(520)),
+    (128, 64): (Budget(510), Budget(520)),
+    (128, 128): (Budget(560), Budget(560)),
+    (128, 256): (Budget(510, 2, 450), Budget(510)),
+}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import budgets
 import pytest
 import torch
-from loops import instructions
+from loops import hot_loops, instructions, spills
 from offline import CLASSES, SHARED, Compiled, catching
 
 import tilewise
@@ -157,6 +157,37 @@ def test_keys_arrive_in_wide_asynchronous_loads(page_size: int | None, monkeypat
     body, _ = instructions(kernel.cubin)
     copies = [text for text in body if "LDGSTS" in text]
     assert copies and all(".128" in text for text in copies)
+
+
+# Matrix instructions for 64 keys: 36 for the scores of a warpgroup's 32, 16 for its 256 dims of the output. Scores that
+# are not divided take 72.
+_LATENT_PRODUCTS = 52
+
+
+def _latent(heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """The kernel of a call with a latent cache."""
+    q = torch.empty(2, 1, heads, 576, dtype=torch.bfloat16)
+    k = torch.empty(512 // page_size if page_size else 2, page_size or 256, 1, 576, dtype=torch.bfloat16)
+    table = {"page_table": torch.zeros(2, 256 // page_size, dtype=torch.int32)} if page_size else {}
+    return compiled(90, monkeypatch, [q, k, k[..., :512]], **table)[0]
+
+
+@pytest.mark.parametrize("page_size", budgets.LATENT)
+def test_warpgroups_share_the_products_of_a_latent(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _latent(128, page_size, monkeypatch)
+    budget = budgets.of(budgets.LATENT[page_size])
+    hot, edge = sorted(hot_loops(kernel.cubin, _LATENT_PRODUCTS), key=len)
+    assert len(hot) <= budget.instructions and spills(hot) <= budget.spills
+    copies = [text for text in hot if "LDGSTS" in text]
+    assert len(copies) == 18 and all(".128" in text for text in copies), "64 keys are loaded once, 16 bytes at a time"
+    assert not [text for text in edge if "LDGSTS" in text], "the tile with element tests would take memory of its own"
+    assert kernel.spilled <= budget.spilled and kernel.shared <= SHARED[90]
+
+
+def test_few_rows_of_a_latent(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = _latent(16, 64, monkeypatch)
+    assert kernel.spilled <= budgets.of(budgets.FEW_LATENT)
+    assert 2 * (kernel.shared + 1024) <= SHARED[90] + 1024
 
 
 def test_what_was_cut_is_told_after_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from ..kernels import cache as cache_slots
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
 from ..kernels.replay import Tape
-from ..kernels.rows import rows_of
+from ..kernels.rows import Rows, rows_of
 from ..kvcache import CacheInputs, CacheProblem
 from ..mask_algebra import TOP_LEFT
 from ..tiles import TileConfig
@@ -60,8 +60,18 @@ def shape(call: CacheCall) -> Shape:
     )  # fmt: skip
     scaled = product != own or kinds[0] is cache_slots.PER_ITEM
     lanes = tile.block_n if tile.block_m < _WIDE else 1
-    given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, (product, value, scaled, lanes)))
+    rest = (product, value, scaled, lanes, one and tile.block_m >= _WIDE)
+    given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, rest))
     return Shape._make(given)
+
+
+def _cache_rows(x: torch.Tensor) -> Rows:
+    """The record of a cache. Where slots lie one after the other, their distance is known when a kernel is compiled.
+
+    Then the rows of a tile are at distances that loads have inside their instructions.
+    """
+    rows, slot = rows_of(x), x.shape[2] * x.shape[3]
+    return rows._replace(seq=tl.constexpr(slot)) if rows.seq == slot else rows
 
 
 @cache
@@ -83,7 +93,7 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     parts, (tree, sinks), sizes = parts_of(call, tape), read_only(call, tape), shape(call)
     variant, extra, left, right = variant_of(call)
     arguments = (
-        rows_of(inputs.q, packed), rows_of(inputs.k_cache), rows_of(inputs.v_cache), rows_of(results[0], packed),
+        rows_of(inputs.q, packed), *map(_cache_rows, (inputs.k_cache, inputs.v_cache)), rows_of(results[0], packed),
         results[1], parts, call.slots, call.scales, call.rope, tree, sinks, variant, extra, sizes,
         *call.limits, *call.work, stat_rows(call), call.rope_length, left, right, call.problem.static.softmax_max,
     )  # fmt: skip

@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     BLOCK_MAIN dims of the keys. ALIKE: both caches have the same strides. MODE: see `decode_plan`. K_SCALES, V_SCALES:
     of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are. FACTOR: whether the
     first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few rows, each warp has
-    keys of its own.
+    keys of its own. TURNED: the output is kept transposed, [Dv, M], see `add_values`.
     """
 
     HEADS: Any
@@ -67,17 +67,52 @@ class Shape(NamedTuple):
     V_TYPE: Any
     FACTOR: Any
     LANES: Any
+    TURNED: Any
 
 
 @triton.jit
-def products(tiles, k_main, k_rest, shape):
-    """``q k^T`` in fp32, [M, N]."""
-    s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
-    if shape.BLOCK_REST > 0:
-        s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+def products(tiles, k_main, k_rest, step, shape):
+    """``q k^T`` in fp32, [M, N]; `step` is any number that the compiler does not know."""
+    if shape.TURNED:
+        # A product that feeds another is laid out so that each warpgroup computes all of its rows, here twice the same.
+        # The compiler follows values, but not out of a branch; and it moves no conversion into one whose sides are both
+        # products. That these branches are always taken, it finds out later.
+        if (step | 1) != 0:
+            s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+        else:
+            s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+        if shape.BLOCK_REST > 0:
+            if (step | 2) != 0:
+                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+            else:
+                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+    else:
+        s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+        if shape.BLOCK_REST > 0:
+            s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
     if shape.FACTOR:
         s = s * tiles.factor[:, None]
     return s
+
+
+@triton.jit
+def add_values(acc, p, v_tile, shape):
+    """``acc + p v``, [M, Dv], or turned, ``acc + v^T p^T``, [Dv, M].
+
+    Turned, values with so many dims that they fill the registers of two warpgroups are divided between them, and all
+    weights reach both through shared memory; else each would need, and so compute, all scores.
+    """
+    if shape.TURNED:
+        acc = device.dot_add(tl.trans(v_tile), tl.trans(p.to(v_tile.dtype)), acc)
+    else:
+        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)
+    return acc
+
+
+@triton.jit
+def of_rows(x, shape):
+    """A value for each row, [M], against an output."""
+    return x[None, :] if shape.TURNED else x[:, None]
 
 
 @triton.jit
@@ -131,9 +166,20 @@ def update(acc, l_i, m_i, s, assumed, variant, shape, MASKED: tl.constexpr):
             p = tl.exp2(s - m_safe[:, None])
             alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha[:, None] + columns(p, shape)
-        acc = acc * alpha[:, None]
+        acc = acc * of_rows(alpha, shape)
         m_i = m_new
     return acc, l_i, m_i, p
+
+
+@triton.jit
+def mended(
+    acc, v_tile, tree, seq, rows, keys, limits, variant, extra, shape, left, right,
+):  # fmt: skip
+    """What is not finite in v reaches the rows that see it, and no others: their output is NaN, and v without it."""
+    v_tile, strange = device.finite(v_tile)
+    seen = cache.visible(variant, extra, tree, seq, rows, keys, limits, left, right)
+    poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
+    return tl.where(of_rows(poisoned, shape) > 0, float("nan"), acc), v_tile
 
 
 @triton.jit
@@ -166,7 +212,11 @@ def _attend(
         k_rest = k_main
         if shape.BLOCK_REST > 0:
             k_rest = cache.load_tile(k_base, k_rows, inside, shape.BLOCK_MAIN, shape.HEAD_DIM, shape.BLOCK_REST, MASKED)
-        s = products(tiles, k_main, k_rest, shape)
+        s = products(tiles, k_main, k_rest, i, shape)
+        if MASKED and shape.TURNED:
+            # All of v takes part in every score, so what is not finite in it shows there.
+            finite = (tl.abs(s) < float("inf")).to(tl.int32)
+            strange_tile = tl.min(tl.min(finite, 1), 0) == 0
         if shape.K_SCALES == PER_PAGE:
             k_page = tl.load(scales.k + here * scales.k_row + h * scales.k_head)
             s = s * (k_page if shape.WHOLE_PAGE else k_page[None, :])
@@ -187,15 +237,26 @@ def _attend(
             v_page = tl.load(scales.v + here * scales.v_row + h * scales.v_head)
             v_tile = v_tile.to(tl.float32) * (v_page if shape.WHOLE_PAGE else v_page[:, None])
         v_tile = values_of(v_tile, shape)
-        if MASKED:
-            # What is not finite in v reaches the rows that see it, and no others.
-            strange_tile = device.any_strange(v_tile)
+        if MASKED and shape.TURNED:
             if strange_tile:
-                v_tile, strange = device.finite(v_tile)
-                seen = cache.visible(variant, extra, tree, seq, rows, (n0 + offs_n)[None, :], limits, left, right)
-                poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
-                acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
+                # Read anew: kept until here, it would take as many registers as half of the output does.
+                again = cache.load_tile(k_base, k_rows, inside, 0, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+                keys = (n0 + offs_n)[None, :]
+                acc, again = mended(
+                    acc, values_of(again, shape), tree, seq, rows, keys, limits, variant, extra, shape, left, right
+                )  # fmt: skip
+                acc = add_values(acc, p, again, shape)
+            else:
+                acc = add_values(acc, p, v_tile, shape)
+        else:
+            if MASKED:
+                strange_tile = device.any_strange(v_tile)
+                if strange_tile:
+                    keys = (n0 + offs_n)[None, :]
+                    acc, v_tile = mended(
+                        acc, v_tile, tree, seq, rows, keys, limits, variant, extra, shape, left, right
+                    )  # fmt: skip
+            acc = add_values(acc, p, v_tile, shape)
     return acc, l_i, m_i
 
 
@@ -227,6 +288,16 @@ def walk(
 
 
 @triton.jit
+def nothing(shape):
+    """An output before the first tile."""
+    if shape.TURNED:
+        acc = tl.zeros([shape.BLOCK_DV, shape.BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32)
+    return acc
+
+
+@triton.jit
 def true_state(sink, variant, shape):
     """The state before the first tile; a sink is a key with value 0 that every row has already seen."""
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
@@ -234,7 +305,7 @@ def true_state(sink, variant, shape):
     if sink is not None:
         m_i = sink / variant.scale if variant.fold else sink * LOG2E
         l_i += tl.where(tl.arange(0, shape.LANES) == 0, 1.0, 0.0)[None, :]
-    return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
+    return nothing(shape), l_i, m_i
 
 
 @triton.jit
@@ -246,18 +317,19 @@ def assumed_state(sink, assumed, variant, shape):
         first = (tl.arange(0, shape.LANES) == 0)[None, :]
         peak = tl.where(first, (sink / variant.scale if variant.fold else sink * LOG2E)[:, None], peak)
         l_i = tl.where(first, tl.exp2(sink * LOG2E - assumed)[:, None], l_i)
-    return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, peak
+    return nothing(shape), l_i, peak
 
 
 @triton.jit
-def finished(acc, l_i, m_i, scale):
-    """Output and natural-log LSE from sums and maximum (times `scale`)."""
+def finished(acc, l_i, m_i, scale, shape):
+    """Output, [M, Dv], and natural-log LSE from sums and maximum (times `scale`)."""
     l_i = tl.sum(l_i, 1)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     lse = tl.where(empty, float("-inf"), m_i * scale + tl.log(l_i))
-    return acc / l_i[:, None], lse
+    o = acc / of_rows(l_i, shape)
+    return tl.trans(o) if shape.TURNED else o, lse
 
 
 @triton.jit
@@ -269,7 +341,7 @@ def compute_true(
     acc, l_i, m_i = walk(
         state, tiles, k, v, slots, scales, tree, place, seq, span, limits, variant, extra, shape, left, right, None
     )  # fmt: skip
-    return finished(acc, l_i, m_i, variant.scale if variant.fold else LN2)
+    return finished(acc, l_i, m_i, variant.scale if variant.fold else LN2, shape)
 
 
 @triton.jit
@@ -291,9 +363,9 @@ def compute(
             assumed,
         )  # fmt: skip
         top = tl.max(peak, 1) * (variant.scale * LOG2E if variant.fold else 1.0) - assumed
-        o, lse = finished(acc, l_i, tl.zeros_like(top) + assumed, LN2)
+        o, lse = finished(acc, l_i, tl.zeros_like(top) + assumed, LN2, shape)
         # Values may be so large that their weighted sum overflows where their mean does not.
-        wrong = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 1) > 0
+        wrong = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 0 if shape.TURNED else 1) > 0
         if tl.float16 == shape.V_TYPE:
             wrong = wrong | (top > HIGH_FP16) | (top < LOW_FP16)
         else:
