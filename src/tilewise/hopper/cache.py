@@ -63,7 +63,7 @@ def tile(problem: CacheProblem) -> TileConfig:
     return lookup("hopper", f"decode {rows}", call.dtype, max(call.head_dim, call.head_dim_v))
 
 
-def _box(problem: CacheProblem, tile: TileConfig) -> int:
+def box(problem: CacheProblem, tile: TileConfig) -> int:
     """Keys that TMA loads at once: a power of two that pages, and a tile, have a multiple of."""
     page = problem.page_size or 0
     return min(tile.block_n, page & -page) if page else tile.block_n
@@ -76,7 +76,7 @@ def shape(call: CacheCall) -> Shape:
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
         attention.packed, *dims, *map(launch.block, dims), tile.block_m, tile.block_n, call.problem.page_size or 0,
-        _box(call.problem, tile),
+        box(call.problem, tile),
     )  # fmt: skip
     return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
 
@@ -91,10 +91,10 @@ def _described(call: CacheCall) -> list[Any]:
 
     A call like an earlier one may come with a cache that begins elsewhere: `addressable` copies what TMA cannot reach.
     """
-    box = _box(call.problem, call.tile)
+    rows = box(call.problem, call.tile)
     caches = [launch.addressable(x) for x in (call.inputs.k_cache, call.inputs.v_cache)]
-    caches = [x if x.numel() else x.new_empty(1, box, *x.shape[2:]) for x in caches]
-    return [launch.descriptor(x, box, launch.block(x.shape[3])) for x in caches]
+    caches = [x if x.numel() else x.new_empty(1, rows, *x.shape[2:]) for x in caches]
+    return [launch.descriptor(x, rows, launch.block(x.shape[3])) for x in caches]
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:

@@ -88,14 +88,15 @@ def lane_layout():
 
 @gluon.jit
 def pages_of(slots, seq, n0, first, last, limits, shape):
-    """The page of each box of the keys from n0; where no key of it is among ``first .. last``, one that does not exist.
+    """The page of each box of the keys from n0; where no key of it is among ``first .. last``, none, which is -1.
 
-    TMA fills what lies beyond the last page with zeros, and reads nothing.
+    Of pages that do not exist, TMA makes zeros: an entry is neither checked here nor looked at before it is needed.
     """
     number = gl.arange(0, _LANES, lane_layout())
     key = n0 + number * shape.BOX
     inside = (number < shape.BLOCK_N // shape.BOX) & (key + shape.BOX > first) & (key < last)
-    return gl.where(inside, cache.page_ids(slots, seq.b, key, inside, limits, shape.PAGE), limits.rows)
+    at = slots.table + seq.b.to(gl.int64) * limits.table_row + key // shape.PAGE
+    return gl.load(at, mask=inside, other=-1).to(gl.int32)
 
 
 @gluon.jit
