@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import budgets
 import pytest
 import torch
 from loops import hot_loops, instructions, spills
-from offline import CLASSES, SHARED, Compiled, catching
+from offline import CLASSES, SHARED, Compiled, catching, keys
 
 import tilewise
 from tilewise import _triton, masks, tiles
@@ -188,6 +189,26 @@ def test_few_rows_of_a_latent(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _latent(16, 64, monkeypatch)
     assert kernel.spilled <= budgets.of(budgets.FEW_LATENT)
     assert 2 * (kernel.shared + 1024) <= SHARED[90] + 1024
+
+
+def test_kernels_are_launched_early_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From sm_90 on, and the first thing that a kernel does is to wait for what the one before it wrote."""
+    monkeypatch.setattr(_triton, "_architecture", lambda problem: "hopper")
+    problem, given = prepare(*call(1, 128, torch.bfloat16), torch.zeros(2, dtype=torch.int32))
+    on_gpu = replace(problem, attention=replace(problem.attention, assumed_capability=(9, 0)))
+    with catching(90) as kernels:
+        _triton.attend_cache(on_gpu, given)
+    assert [kernel.kernel for kernel in kernels] == ["decode_kernel", "combine_kernel"]
+    for kernel in kernels:
+        memory = re.compile(r"griddepcontrol\.\w+|\b(?:ld|st|cp\.async|red|atom)\.[\w.]*global|cp\.async")
+        first, second, *rest = memory.findall(kernel.ptx)
+        assert (first, second) == ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+        assert rest and not [text for text in rest if text.startswith("griddep")]
+    with keys() as early:
+        _triton.attend_cache(on_gpu, given)
+    with keys() as usual:
+        _triton.attend_cache(problem, given)
+    assert ["'launch_pdl': True" in key.options for key in [*early, *usual]] == [True, True, False, False]
 
 
 def test_what_was_cut_is_told_after_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,8 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
         rows_of(inputs.q, packed), *map(_cache_rows, (inputs.k_cache, inputs.v_cache)), rows_of(results[0], packed),
         results[1], parts, call.slots, call.scales, call.rope, tree, sinks, variant, extra, sizes,
         *call.limits, *call.work, stat_rows(call), call.rope_length, left, right, call.problem.static.softmax_max,
+        call.early,
     )  # fmt: skip
-    tape.launch(decode.decode_kernel, call.plan.programs, arguments, **call.tile.launch_options)
+    options = call.tile.launch_options | call.early_options
+    tape.launch(decode.decode_kernel, call.plan.programs, arguments, **options)
     merge(call, results, parts, sizes, (left, right), tape)

@@ -388,9 +388,12 @@ def compute(
 def decode_kernel(
     q, k, v, out, lse, parts, slots, scales, rope, tree, sinks, variant, extra, shape,
     batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
-    whole, stat_rows, rope_length, left, right, phi,
+    whole, stat_rows, rope_length, left, right, phi, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs: as many as the device runs at once, each with its share of all work."""
+    """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)

@@ -90,6 +90,21 @@ class CacheCall:
         return Rope(x.rotary_cos, x.rotary_sin, *rows, x.rotary_positions, *sizes)
 
     @property
+    def early(self) -> bool:
+        """Whether a kernel is launched while the one before it ends (programmatic dependent launch, from sm_90 on).
+
+        It begins by waiting until all of that one's writes are there, so only the time of a launch is saved. Each one
+        waits, whatever it has to do: that it is complete then says the same of all before it.
+        """
+        capability = self.problem.attention.capability
+        return capability is not None and capability >= (9, 0)
+
+    @property
+    def early_options(self) -> dict[str, bool]:
+        """What such a launch takes; not every compiler knows the option."""
+        return {"launch_pdl": True} if self.early else {}
+
+    @property
     def rope_length(self) -> int:
         return 0 if self.inputs.rotary_cos is None else self.inputs.rotary_cos.shape[0]
 
@@ -211,10 +226,10 @@ def merge(
     rows = min(plan.block_m, max(1, attention.seqlen_q * attention.group_size))
     arguments = (
         rows_of(results[0], attention.packed), results[1], parts, call.slots, sizes, *call.limits, *call.work,
-        stat_rows(call), rows, *band,
+        stat_rows(call), rows, *band, call.early,
     )  # fmt: skip
     items = plan.programs if plan.balanced else plan.items
-    tape.launch(combine.combine_kernel, items * rows, arguments, num_warps=4)
+    tape.launch(combine.combine_kernel, items * rows, arguments, num_warps=4, **call.early_options)
 
 
 def serve(

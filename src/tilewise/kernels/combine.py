@@ -25,9 +25,15 @@ _PIECES = tl.constexpr(16)
 @triton.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rows", "left", "right"])
 def combine_kernel(
     out, lse, parts, slots, shape, batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch,
-    row_tiles, splits, cut, whole, stat_rows, rows, left, right,
+    row_tiles, splits, cut, whole, stat_rows, rows, left, right, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (program of `decode`, or item of a fixed plan; packed row of its tile)."""
+    """Programs: (program of `decode`, or item of a fixed plan; packed row of its tile).
+
+    EARLY: it is launched while `decode` runs, and waits here for all that it has written.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     index = tl.program_id(0) // rows
