@@ -54,8 +54,9 @@ def posed(
 def compiled(*args: Any, **options: Any) -> list[Compiled]:
     """The kernels of a call."""
     problem, inputs = posed(*args, **options)
+    there = replace(problem.attention, assumed_capability=(9, 0))
     with catching(90) as caught:
-        hopper.attend_cache(problem, inputs)
+        hopper.attend_cache(replace(problem, attention=there), inputs)
     return caught
 
 
@@ -153,7 +154,7 @@ def test_lengths_batches_and_values_compile_nothing_anew(
         assert_one_key([call[i : i + 1] for call in calls if len(call) > i])
 
 
-def on_hopper(problem: CacheProblem, page_size: int | None = None) -> CacheProblem:
+def on_hopper(problem: CacheProblem) -> CacheProblem:
     """The call on a GPU that the kernel is for."""
     there = replace(problem.attention, device=torch.device("cuda"), assumed_capability=(9, 0))
     return replace(problem, attention=there)

@@ -106,7 +106,8 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     arguments = (
         rows_of(inputs.q, packed), *_described(call), rows_of(results[0], packed), results[1], parts, call.slots,
         call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work, stat_rows(call), call.rope_length,
-        left, right, config.num_stages, *registers,
+        left, right, gl.constexpr(call.early), config.num_stages, *registers,
     )  # fmt: skip
-    tape.launch(decode_kernel, call.plan.programs, arguments, num_warps=config.num_warps, maxnreg=most)
+    options = {"num_warps": config.num_warps, "maxnreg": most, **call.early_options}
+    tape.launch(decode_kernel, call.plan.programs, arguments, **options)
     merge(call, results, parts, sizes, (left, right), tape)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -373,12 +374,16 @@ def decode_kernel(
     q, k_desc, v_desc, out, lse, parts, slots, rope, tree, sinks, variant, extra, shape,
     batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
     whole, stat_rows, rope_length, left, right,
-    STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    EARLY: gl.constexpr, STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Programs: as many as the device runs at once, each with its share of all work."""
+    """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
-    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([1], [32], [4], [0]))
+    # All of them in every warp, so that none waits for another.
+    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [4], [0]))
     mine = decode_plan.share(
         gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
     )  # fmt: skip
