@@ -25,6 +25,8 @@ from ..kernels.decode_plan import Work
 from ..kernels.score import INTERPRETED, LN2, LOG2E, Sequence
 from . import device, packed_rows
 
+# Groups that each warp looks at for itself.
+FEW_GROUPS = tl.constexpr(32)
 # With an assumed maximum a row's true one may be so far from it, in base 2: then weights, and sums of 2**40 of them,
 # are normal numbers of fp32 and bf16.
 REACH = tl.constexpr(86.0)
@@ -381,6 +383,18 @@ def compute(
     return o, lse
 
 
+@triton.jit
+def share_of(program, programs, slots, limits, work, shape, left, right):
+    """What a program has to do. A few groups fit one warp, and are summed up without a barrier."""
+    if limits.batch * work.row_tiles <= FEW_GROUPS:
+        few = tl.arange(0, FEW_GROUPS)
+        mine = decode_plan.share(program, programs, few, slots, limits, work, shape, left, right)
+    else:
+        many = tl.arange(0, decode_plan.CHUNK)
+        mine = decode_plan.share(program, programs, many, slots, limits, work, shape, left, right)
+    return mine
+
+
 @triton.jit(
     do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"],
     do_not_specialize_on_alignment=["sinks"],
@@ -398,9 +412,7 @@ def decode_kernel(
     work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    mine = decode_plan.share(
-        program, programs, tl.arange(0, decode_plan.CHUNK), slots, limits, work, shape, left, right
-    )
+    mine = share_of(program, programs, slots, limits, work, shape, left, right)
     unit = mine.first
     g = mine.group
     begin = mine.begin

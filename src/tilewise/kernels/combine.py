@@ -38,12 +38,13 @@ def combine_kernel(
     work = Work(row_tiles, splits, cut, whole)
     index = tl.program_id(0) // rows
     r = tl.program_id(0) % rows
+    # A small call takes as long as loads that wait for each other: all that is known by now is asked for at once.
     if shape.MODE == BALANCED:
+        g = tl.load(parts.cuts + index * 4)
+        h = tl.load(parts.cuts + index * 4 + 1)
         pieces = tl.load(parts.cuts + index * 4 + 2)
         if pieces < 2:
             return
-        g = tl.load(parts.cuts + index * 4)
-        h = tl.load(parts.cuts + index * 4 + 1)
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
     else:
         g = index // shape.HEADS_KV
@@ -54,8 +55,6 @@ def combine_kernel(
             return
     seq = group.seq
     packed = group.row0 + r
-    if packed >= seq.len_q * shape.GROUP:
-        return
     offs = tl.arange(0, _PIECES)
     d = tl.arange(0, shape.BLOCK_DV)
     m_i = tl.zeros((), tl.float32) - float("inf")
@@ -79,6 +78,9 @@ def combine_kernel(
         l_i = l_i * alpha + tl.sum(w, 0)
         acc = acc * alpha + tl.sum(w[:, None] * o_j, 0)
         m_i = m_new
+    # Only here the sequence's lengths are needed, which say whether there is such a row.
+    if packed >= seq.len_q * shape.GROUP:
+        return
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     head = h * shape.GROUP + packed % shape.GROUP

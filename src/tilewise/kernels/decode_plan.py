@@ -127,16 +127,21 @@ def _bound(raw, total, before, units, work, shape):
 
 @triton.jit
 def share(program, programs, offs, slots, limits, work, shape, left, right):
-    """What a program has to do; `offs` are the numbers below CHUNK."""
+    """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
+    CHUNK: tl.constexpr = offs.shape[0]
     groups = limits.batch * work.row_tiles
     total = groups * 0
     for c in range(0, groups, CHUNK):
         total += tl.sum(_units(c + offs, slots, limits, work, shape, left, right), 0)
     total = total * shape.HEADS_KV
     busy = tl.minimum(tl.maximum(total, 1), programs)
-    at = tl.minimum(program, busy).to(tl.int64)
-    raw0 = (at * total // busy).to(tl.int32)
-    raw1 = (tl.minimum(at + 1, busy) * total // busy).to(tl.int32)
+    # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
+    each = total // busy
+    over = total - each * busy
+    at0 = tl.minimum(program, busy)
+    at1 = tl.minimum(program + 1, busy)
+    raw0 = at0 * each + at0 * over // busy
+    raw1 = at1 * each + at1 * over // busy
     # Of both bounds the group that holds it, units before that and of it.
     g0 = groups * 0
     before0 = g0

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tilewise import _triton
 from tilewise._triton.cache_launch import shape
+from tilewise._triton.decode import FEW_GROUPS
 from tilewise.cache_arguments import prepare
 from tilewise.decode.plan import Plan, work_list
 from tilewise.kernels import decode_plan
@@ -29,13 +30,13 @@ FIELDS = 8
 @triton.jit
 def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
     found, count, slots, shape, batch, seqlen_q, total_q, new, capacity, rows, table_row, tree_batch, row_tiles, splits,
-    cut, whole, left, right,
+    cut, whole, left, right, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What a program of `decode` would do: sequence, row tile, head, keys, slot, program, pieces of a cut item."""
     limits = Limits(batch, seqlen_q, total_q, new, capacity, rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     p, programs = tl.program_id(0), tl.num_programs(0)
-    mine = decode_plan.share(p, programs, tl.arange(0, decode_plan.CHUNK), slots, limits, work, shape, left, right)
+    mine = decode_plan.share(p, programs, tl.arange(0, WIDTH), slots, limits, work, shape, left, right)
     unit, g, begin = mine.first, mine.group, mine.begin
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
@@ -68,6 +69,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "one": {"used": (1000,)},
     "nothing": {"used": (0, 0)},
     "nobody": {"used": ()},
+    "many": {"used": (300, 0, 31, 64, 129) * 8},
     "rows": {"used": (300, 31, 500), "rows": 9, "causal": True},
     "window": {"used": (700, 20, 90), "rows": 5, "window": (200, 0)},
     "ragged": {"used": (300, 31, 500, 7), "ragged": (0, 7, 1, 0), "causal": True},
@@ -92,9 +94,10 @@ def named(rows: list[list[int]]) -> list[tuple[int, ...]]:
     return sorted((*row[:3], *(row[3:5] if row[3] < row[4] else (0, 0)), *row[5:]) for row in rows)
 
 
+@pytest.mark.parametrize("width", [FEW_GROUPS, decode_plan.CHUNK], ids=["few", "many"])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_pieces(name: str, cuts: dict[str, int]) -> None:
+def test_pieces(name: str, cuts: dict[str, int], width: tl.constexpr) -> None:
     call = posed(**{**CALLS[name], **cuts})
     left, right = band(call.problem)
     want = work_list(call.plan, lengths(call.problem, call.inputs), left, right)
@@ -102,7 +105,7 @@ def test_pieces(name: str, cuts: dict[str, int]) -> None:
     count = torch.zeros(1, dtype=torch.int32)
     slots: Slots = call.slots
     pieces_kernel[(call.plan.programs,)](
-        found, count, slots, shape(call), *call.limits, *call.work, left, right
+        found, count, slots, shape(call), *call.limits, *call.work, left, right, width.value
     )  # fmt: skip
     got = found[: int(count)].tolist()
     assert named([row[:6] for row in got]) == named(want.pieces[want.pieces[:, 0] >= 0].tolist())
