@@ -115,5 +115,5 @@ DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
     (64, 256): (Budget(520, 0, 270), Budget(495)),
     (128, 64): (Budget(510), Budget(495)),
     (128, 128): (Budget(560), Budget(545, 1, 300)),
-    (128, 256): (Budget(510, 2, 450), Budget(510, 2, 450)),
+    (128, 256): (Budget(510, 2, 450), Budget(510, 12, 700)),
 }
