@@ -124,9 +124,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks": {"mask": BlockMask(torch.ones(1, 1, 5, 5, dtype=torch.bool), 128, 128)},
     "softcap": {"softcap": 30.0},
     "score_mod": {"score_mod": ScoreMod(half, half_gradient)},
-    "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
+    "bias": {"bias": torch.zeros(4, 640, 640, dtype=torch.bfloat16)},
+    "alibi of both sides": {"alibi_slopes": torch.ones(4)},
     "fp16": {"dtype": torch.float16},
 }
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "alibi": {"alibi_slopes": torch.ones(4), "causal": True},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 1},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128] if ALL else [128])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_what_is_computed_anew_is_cheap(name: str, head_dim: int) -> None:
+    (kernel,) = compiled(head_dim, **RECOMPUTED[name])
+    check(kernel, PRODUCTS, budgets.of(budgets.BACKWARD_VARIANTS[name][head_dim]))
 
 
 @pytest.mark.parametrize("name", VARIANTS if ALL else ["packed"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.hopper import key_tiles, turns
+from tilewise.hopper import backward, key_tiles, turns
 from tilewise.hopper.key_tiles import Shape
 from tilewise.hopper.schedule import Bounds, InTurn, deal, deal_in_turn
 from tilewise.hopper.work import Band, Work
@@ -28,7 +28,7 @@ OVERHEAD, TOLD, JITTER = 1.5, 0.15, 0.1
 # TFLOP/s of the kernel that adds in any order, by head dim.
 SPEED = {64: 430, 128: 520}
 TILE = {64: (128, 128), 128: (64, 128)}
-DQ_STAGES = 2
+DQ_STAGES = backward.DQ_STAGES.value
 
 
 class Memory:
@@ -92,7 +92,7 @@ class Case:
     def visits(self, made: InTurn) -> Callable[[int], Iterator[tuple[int, int]]]:
         """Of a tile's number, the counters that it comes by, in order, and its turn at each."""
         block_m, block_n = TILE[self.head_dim]
-        shape: Any = Shape(block_m, block_n, 0, 0, 0, 0, 8, DQ_STAGES, False, False)
+        shape: Any = Shape(block_m, block_n, 0, 0, 0, 0, 8, False, False, False)
         variant: Any = SimpleNamespace(plan=None, predicate=None)
         band = Band(self.off, self.left, self.right, self.len_q, self.len_k)
         work = Work(None, None, -(-self.len_k // block_n), self.pairs, self.group)

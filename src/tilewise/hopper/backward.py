@@ -32,15 +32,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels import philox, score
 from ..kernels.score import Sequence
-from . import scores, unread
+from . import unread
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load
 from .products import as_operand, packed
+from .recompute import (
+    draw,
+    exponents,
+    make_bits,
+    product_gradient,
+    score_gradient,
+    tile_layout,
+    unpacked,
+    weights,
+    without_dropped,
+)
 from .statistics import first_stat
 from .turns import await_turn, pass_on, turn_of, wave_of
-from .work import Band, Work, dealt, rounds_of
+from .work import Band, Work, dealt, key_of, rounds_of
+
+# Tiles of dq on their way to memory.
+DQ_STAGES = gl.constexpr(2)
 
 
 class Io(NamedTuple):
@@ -67,7 +80,9 @@ class Io(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: rings of q and do with their statistics, of k, v, and of dq on its way to memory; dSᵀ."""
+    """Shared memory: rings of q and do with their statistics, of k, v, and of dq on its way to memory; dSᵀ; with
+    dropout, its bits.
+    """
 
     q: Any
     do: Any
@@ -77,12 +92,7 @@ class Buffers(NamedTuple):
     v: Any
     ds: Any
     dq: Any
-
-
-@gluon.constexpr_function
-def tile_layout(warps, n):
-    """Registers of an accumulator whose rows are divided among all warps."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, n, 16])
+    bits: Any
 
 
 @gluon.constexpr_function
@@ -178,13 +188,9 @@ def add_one(io, smem, coord, i, shape):
     tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
     release(smem.q, i)
     release(smem.do, i)
-    if shape.DQ_STAGES == 1:
-        tma.store_wait(0)
-        release(smem.dq, i)
-    else:
-        tma.store_wait(1)
-        if i > 0:
-            release(smem.dq, i - 1)
+    tma.store_wait(1)
+    if i > 0:
+        release(smem.dq, i - 1)
 
 
 @gluon.jit
@@ -198,89 +204,6 @@ def add_in_turn(io, smem, coord, i, counter, turn, shape):
     tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
     pass_on(counter)
     release(smem.dq, i)
-
-
-@gluon.jit
-def scaled_scores(s, own, rows, keys, io, variant, extra):
-    """Scores in base 2 of the products `s`, and their chain; `rows` and `keys` broadcast to the tile."""
-    chain = score.Chain(s, s, s)
-    if not variant.fold:
-        chain = score.scores(s, variant, extra, own, rows, keys)
-    return chain.s * scores.unit_of(io.qk_scale, variant), chain
-
-
-@gluon.jit
-def weights(exponents, own, rows, keys, masked, band, variant, extra):
-    """P of scores less the lse: 0 for what a row does not see, whatever its lse."""
-    if masked:
-        # This keeps it a branch: the compiler would rather compute and select in every tile.
-        seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
-        exponents = gl.where(seen, exponents, float("-inf"))
-    return gl.exp2(exponents)
-
-
-@gluon.jit
-def unpacked(p32, LAYOUT: gl.constexpr, dtype: gl.constexpr):
-    """The numbers that `products.packed` has rounded: two registers of fp32 take more than one of both."""
-    if dtype == gl.bfloat16:
-        low = (p32 << 16).to(gl.float32, bitcast=True)
-        high = (p32 & -65536).to(gl.float32, bitcast=True)
-    else:
-        low = (p32 & 0xFFFF).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        high = (p32 >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def kept(variant, seq, head, m0, n0, heads, LAYOUT: gl.constexpr, shape, OF_ROWS: gl.constexpr = False):
-    """Which weights dropout keeps, [N, M] or [M, N]: a Philox call for eight keys of a row (see `tilewise.dropout`)."""
-    CALLS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [shape.WARPS, 1], [1, 0])
-    rows = (m0 + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(1, CALLS)))[:, None]
-    calls = (n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(0, CALLS)))[None, :]
-    seed = gl.load(variant.seed)
-    k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
-    pair = (seq.b * heads + head).to(gl.uint32)
-    w0, w1, w2, w3 = philox.words(k0, k1, rows.to(gl.uint32), calls.to(gl.uint32), pair)
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
-    halves = gl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
-    halves = halves.reshape([shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4, 2])  # [M, group, thread, word, half]
-    halves = halves.permute([0, 1, 3, 2, 4]).reshape([shape.BLOCK_M, shape.BLOCK_N])
-    marks = (halves < gl.to_tensor(variant.keep).to(gl.uint32)).to(gl.int8)
-    if not OF_ROWS:
-        marks = marks.permute([1, 0])
-    return gl.convert_layout(marks, LAYOUT) != 0
-
-
-@gluon.jit
-def score_gradient(p, dp, keep, delta, masked, variant, shape):
-    """dSᵀ from Pᵀ and dPᵀ, which starts from -delta unless there is dropout."""
-    if variant.seed is not None:
-        dp = gl.where(keep, dp * (65536.0 / variant.keep), 0.0) - delta[None, :]
-    ds = p * dp
-    if shape.CLEAN:
-        if masked:
-            # What is invisible may be NaN, and 0 · NaN is NaN.
-            ds = gl.where(bits_of(p) == 0, 0.0, ds)
-    return ds
-
-
-@gluon.jit
-def product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape):
-    """The gradient of the scaled product from that of the score."""
-    if not variant.fold:
-        gradient = score.scores_gradient(ds, chain, variant, extra, own, rows, keys)
-        if shape.CLEAN:
-            if masked:
-                gradient = gl.where(bits_of(ds) == 0, 0.0, gradient)
-        ds = gradient
-    return ds
-
-
-@gluon.jit
-def bits_of(p):
-    """Numbers as integers, of which the compiler knows nothing: what hangs on them stays in its branch."""
-    return scores.opaque(p.to(gl.int32, bitcast=True))
 
 
 @gluon.jit
@@ -325,10 +248,14 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
     v_smem = smem.v.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_DV])
     keys = (n0 + gl.arange(0, shape.BLOCK_N, gl.SliceLayout(1, SCORES)))[:, None]
     s = no_scores
+    heads, key = work.heads * work.group, key_of(variant)
     head, m = before(span)
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
-        s = warpgroup_mma_wait(0, deps=(scores_of(smem, i, m, seq, no_scores, shape),))
+        s = scores_of(smem, i, m, seq, no_scores, shape)
+        if variant.seed is not None:
+            draw(variant, key, seq.b, seq.h * work.group + head, m * shape.BLOCK_M, n0, heads, smem.bits, shape)
+        s = warpgroup_mma_wait(0, deps=(s,))
     for j in range(span.count):
         own = Sequence(seq.b, seq.h * work.group + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         masked = is_masked(j, m, span, variant)
@@ -338,30 +265,34 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         do_smem = arrived(smem.do, i, shape.BLOCK_M, shape.BLOCK_DV)
         if shape.PACKED:
             unread.cut(do_smem, seq.len_q - m0, shape.WARPS)
-        delta = smem.delta.index(i % smem.do.STAGES).load(ROW)
+        delta_smem = smem.delta.index(i % smem.do.STAGES)
         if variant.seed is None:
-            dp = warpgroup_mma(v_smem, do_smem.permute((1, 0)), no_scores - delta[None, :], is_async=True)
+            begin = no_scores - delta_smem.load(ROW)[None, :]
+            dp = warpgroup_mma(v_smem, do_smem.permute((1, 0)), begin, is_async=True)
         else:
             dp = warpgroup_mma(v_smem, do_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         if j > 0:
             announce(smem, i - 1)
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
-        s, chain = scaled_scores(s, own, rows, keys, io, variant, extra)
-        lse2 = smem.lse.index(stage).load(ROW)
-        p = weights(s - lse2[None, :], own, rows, keys, masked, band, variant, extra)
+        lse2 = smem.lse.index(stage).load(ROW)[None, :]
+        s, chain = exponents(s, lse2, own, rows, keys, m0, io, variant, extra, shape, False)
+        p = weights(s, own, rows, keys, masked, band, variant, extra)
         p32 = packed(p, dtype)
-        left, keep = p32, p32
+        left = p32
         if variant.seed is not None:
-            keep = kept(variant, own, own.h, m0, n0, work.heads * work.group, SCORES, shape)
-            left = packed(gl.where(keep, p, 0.0), dtype)
-        left = as_operand(left, dtype, VALUES)
-        dv = warpgroup_mma(left, do_smem, dv, is_async=True)
+            left = without_dropped(p32, smem.bits, shape)
+        operand = as_operand(left, dtype, VALUES)
+        dv = warpgroup_mma(operand, do_smem, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = score_gradient(unpacked(p32, SCORES, dtype), dp, keep, delta, masked, variant, shape)
+        delta = no_scores
+        if variant.seed is not None:
+            delta = delta_smem.load(ROW)[None, :]
+        p, left = unpacked(p32, SCORES, dtype), unpacked(left, SCORES, dtype)
+        ds = score_gradient(p, left, dp, delta, masked, variant, shape)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
         smem.ds.store(ds16)
-        dv, left = warpgroup_mma_wait(0, deps=(dv, left))
+        dv, operand = warpgroup_mma_wait(0, deps=(dv, operand))
         # After the last tile these are scores for nobody, of the same rows once more.
         more = gl.minimum(j + 1, span.count - 1)
         if j + 1 < span.count:
@@ -372,6 +303,9 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         fence_async_shared()
         cta_barrier()
         dq = warpgroup_mma(smem.ds.permute((1, 0)), k_smem, no_dq, use_acc=False, is_async=True)
+        if variant.seed is not None:
+            # While three products are under way, and few registers hold anything.
+            draw(variant, key, seq.b, seq.h * work.group + head, m * shape.BLOCK_M, n0, heads, smem.bits, shape)
         s, dk, dq, operand = warpgroup_mma_wait(0, deps=(s, dk, dq, operand))
         hand_over(dq, smem, i, shape)
         i += 1
@@ -430,9 +364,12 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([shape.BLOCK_N, shape.BLOCK_M], dtype)
     ds = gl.allocate_shared_memory(dtype, [shape.BLOCK_N, shape.BLOCK_M], DS)
-    dq = make_ring(io.dq_desc, shape.DQ_STAGES, 1)
+    dq = make_ring(io.dq_desc, DQ_STAGES, 1)
+    bits = q.full
+    if variant.seed is not None:
+        bits = make_bits(shape)
     fence_async_shared()
-    smem = Buffers(q, do, lse, delta, k, v, ds, dq)
+    smem = Buffers(q, do, lse, delta, k, v, ds, dq, bits)
     gl.warp_specialize(
         [
             (compute, (io, smem, band, work, variant, extra, shape)),

@@ -33,9 +33,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import bits_of, kept, load_rows, product_gradient, scaled_scores, stat_of, store, tile_layout, weights
+from .backward import load_rows, stat_of, store
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
 from .pipeline import arrived, cta_barrier, make_ring, produce, release
+from .products import packed
+from .recompute import (
+    draw,
+    exponents,
+    make_bits,
+    product_gradient,
+    score_gradient,
+    tile_layout,
+    unpacked,
+    weights,
+    without_dropped,
+    without_dropped_of_rows,
+)
 from .work import Band, Work, dealt, rounds_of
 
 
@@ -59,7 +72,7 @@ class Io(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: what stays, rings of what passes by, and of its statistics."""
+    """Shared memory: what stays, rings of what passes by, and of its statistics; with dropout, its bits."""
 
     own: Any
     own_2: Any
@@ -67,6 +80,7 @@ class Buffers(NamedTuple):
     other_2: Any
     lse: Any
     delta: Any
+    bits: Any
 
 
 class Tile(NamedTuple):
@@ -179,13 +193,25 @@ def begin_of(smem, i, delta, SCORES: gl.constexpr, WHAT: gl.constexpr):
 
 
 @gluon.jit
-def kept_of(first, at, who, dealing, variant, shape, SCORES: gl.constexpr, WHAT: gl.constexpr):
-    """Which weights dropout keeps, of own rows from `first` on and the tile number `at`."""
+def draw_of(smem, key, head, at, tile, dealing, variant, shape, WHAT: gl.constexpr):
+    """Dropout's bits for the tile of rows number `at` that passes by."""
+    if variant.seed is not None and WHAT != "q":
+        h, heads = tile.seq.h * dealing.group + head, dealing.heads * dealing.group
+        draw(variant, key, tile.seq.b, h, at * shape.BLOCK_M, tile.first, heads, smem.bits, shape)
+
+
+@gluon.jit
+def left_of(
+    p32, smem, key, at, tile, dealing, variant, shape, SCORES: gl.constexpr, dtype: gl.constexpr, WHAT: gl.constexpr
+):  # fmt: skip
+    """Weights without those that dropout makes 0, of the tile number `at` that passes by, and all of them."""
     if WHAT == "q":
-        m0, n0, heads = first, at * shape.BLOCK_N, dealing.heads
+        seq = tile.seq
+        n0 = at * shape.BLOCK_N
+        left = without_dropped_of_rows(p32, variant, key, seq.b, seq.h, tile.first, n0, dealing.heads, shape)
     else:
-        m0, n0, heads = at * shape.BLOCK_M, first, dealing.heads * dealing.group
-    return kept(variant, who, who.h, m0, n0, heads, SCORES, shape, WHAT == "q")
+        left = without_dropped(p32, smem.bits, shape)
+    return unpacked(left, SCORES, dtype), unpacked(p32, SCORES, dtype)
 
 
 @gluon.jit
@@ -212,11 +238,13 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
         inside = own < seq.len_q
         lse2 = gl.load(io.lse + stat, mask=inside, other=float("inf"))
         delta = gl.load(io.delta + stat, mask=inside, other=0.0)
-    s = zero
+    s, key = zero, work.key_of(variant)
     head, at = start(tile, WHAT)
     if tile.count > 0:
         head, at = following(0, head, at, tile, variant, shape, WHAT)
-        s = warpgroup_mma_wait(0, deps=(scores_of(smem, i, at, tile, zero, shape, WHAT),))
+        s = scores_of(smem, i, at, tile, zero, shape, WHAT)
+        draw_of(smem, key, head, at, tile, dealing, variant, shape, WHAT)
+        s = warpgroup_mma_wait(0, deps=(s,))
     for j in range(tile.count):
         who = Sequence(seq.b, seq.h, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         rows, keys = own[:, None], (at * PASSING + offs)[None, :]
@@ -230,7 +258,7 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
         other_2_smem = arrived(smem.other_2, i, PASSING, shape.BLOCK_DV)
         if shape.PACKED and WHAT != "q":
             unread.cut(other_2_smem, seq.len_q - at * PASSING, shape.WARPS)
-        dp = zero
+        dp, begin = zero, delta
         if WHAT != "v":
             begin = begin_of(smem, i, delta, SCORES, WHAT)
             own_2_smem = smem.own_2.tiles.index(0).reshape([OWN, shape.BLOCK_DV])
@@ -238,34 +266,27 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
                 dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero - begin, is_async=True)
             else:
                 dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s, chain = scaled_scores(s, who, rows, keys, io, variant, extra)
         limit = lse2[:, None]
         if WHAT != "q":
             limit = smem.lse.index(i % smem.other.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
-        p = weights(s - limit, who, rows, keys, masked, band, variant, extra)
-        keep = p
+        s, chain = exponents(s, limit, who, rows, keys, at * PASSING, io, variant, extra, shape, WHAT == "q")
+        p = weights(s, who, rows, keys, masked, band, variant, extra)
+        left = p
         if variant.seed is not None:
-            keep = kept_of(tile.first, at, who, dealing, variant, shape, SCORES, WHAT)
-        factor = p
+            left, p = left_of(packed(p, dtype), smem, key, at, tile, dealing, variant, shape, SCORES, dtype, WHAT)
         if WHAT == "v":
-            if variant.seed is not None:
-                factor = gl.where(keep, p, 0.0)
+            operand = gl.convert_layout(left.to(dtype), OPERAND, assert_trivial=True)
         else:
             dp = warpgroup_mma_wait(0, deps=(dp,))
             release(smem.other_2, i)
-            if variant.seed is not None:
-                dp = gl.where(keep, dp * (65536.0 / variant.keep), 0.0) - begin_of(smem, i, delta, SCORES, WHAT)
-            factor = p * dp
-            if shape.CLEAN:
+            ds = score_gradient(p, left, dp, begin, masked, variant, shape)
+            if shape.CLEAN and WHAT == "q":
                 if masked:
-                    # What is invisible may be NaN, and 0 · NaN is NaN.
-                    factor = gl.where(bits_of(p) == 0, 0.0, factor)
-                    if WHAT == "q":
-                        # Every warpgroup has its scores of these keys.
-                        cta_barrier()
-                        unread.clean(other_smem, shape.WARPS)
-            factor = product_gradient(factor, chain, who, rows, keys, masked, variant, extra, shape)
-        operand = gl.convert_layout(factor.to(dtype), OPERAND, assert_trivial=True)
+                    # Every warpgroup has its scores of these keys.
+                    cta_barrier()
+                    unread.clean(other_smem, shape.WARPS)
+            ds = product_gradient(ds, chain, who, rows, keys, masked, variant, extra, shape)
+            operand = gl.convert_layout(ds.to(dtype), OPERAND, assert_trivial=True)
         # After the last tile these are scores for nobody, of the same tile once more.
         more = gl.minimum(j + 1, tile.count - 1)
         if j + 1 < tile.count:
@@ -275,6 +296,7 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
             acc = warpgroup_mma(operand, other_2_smem, acc, is_async=True)
         else:
             acc = warpgroup_mma(operand, other_smem, acc, is_async=True)
+        draw_of(smem, key, head, at, tile, dealing, variant, shape, WHAT)
         s, acc, operand = warpgroup_mma_wait(0, deps=(s, acc, operand))
         if WHAT == "v":
             release(smem.other_2, i)
@@ -329,8 +351,11 @@ def apart_kernel(
     if WHAT != "q":
         lines = gl.allocate_shared_memory(gl.float32, [2, shape.BLOCK_M], lse.layout)
         lines_2 = gl.allocate_shared_memory(gl.float32, [2, shape.BLOCK_M], lse.layout)
+    bits = own.full
+    if variant.seed is not None and WHAT != "q":
+        bits = make_bits(shape)
     fence_async_shared()
-    smem = Buffers(own, own_2, other, other_2, lines, lines_2)
+    smem = Buffers(own, own_2, other, other_2, lines, lines_2, bits)
     gl.warp_specialize(
         [
             (compute, (io, smem, band, dealing, variant, extra, shape, WHAT)),

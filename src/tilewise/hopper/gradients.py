@@ -256,10 +256,12 @@ def _turns(call: Call, tile: TileConfig, tape: Tape) -> Turns | None:
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
     blocks = (launch.block(problem.head_dim), launch.block(problem.head_dim_v))
     sizes = (tile.block_m, tile.block_n, *blocks, problem.head_dim, problem.head_dim_v, _WARPS)
-    # The numbers of dropout pass through shared memory, which leaves room for one tile of dq.
-    dq_stages = 1 if variant.seed is not None else 2
     tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
-    return Shape(*map(gl.constexpr, (*sizes, dq_stages, problem.packed, problem.packed or tested)))
+    other = (variant.mod, variant.cap, variant.bias)
+    straight = (
+        variant.slopes is not None and not any(x is not None for x in other) and band[1] is not None and band[1] <= 0
+    )
+    return Shape(*map(gl.constexpr, (*sizes, problem.packed, problem.packed or tested, straight)))
 
 
 def _gather(

@@ -16,9 +16,9 @@ from .turns import first_visit
 class Shape(NamedTuple):
     """Compile-time sizes, and which of the ways the kernel takes.
 
-    WARPS of the consumers together; DQ_STAGES tiles of dq on their way to memory. PACKED: sequences are members of a
-    packed call. CLEAN: keys that some row does not see may be NaN.
-    STACK: as for the forward pass, which always is 1 here.
+    WARPS of the consumers together. PACKED: sequences are members of a packed call. CLEAN: keys that some row does not
+    see may be NaN. STRAIGHT: scores are products, a scale, and ALiBi of rows that see no key to their right. STACK: as
+    for the forward pass, which always is 1 here.
     """
 
     BLOCK_M: Any
@@ -28,9 +28,9 @@ class Shape(NamedTuple):
     HEAD_DIM: Any
     HEAD_DIM_V: Any
     WARPS: Any
-    DQ_STAGES: Any
     PACKED: Any
     CLEAN: Any
+    STRAIGHT: Any
     STACK: Any = gl.constexpr(1)
 
 

@@ -56,8 +56,13 @@ def keys_from(n0, N: gl.constexpr):
 @gluon.jit
 def columns(N: gl.constexpr):
     """The columns of a tile as two numbers to add, [1, N]: one for the thread, and one for the register, a constant."""
-    keys = keys_from(0, N)
-    return keys & 6, keys & ~6
+    return split_columns(keys_from(0, N))
+
+
+@gluon.jit
+def split_columns(columns):
+    """Likewise, of the columns that an accumulator has."""
+    return columns & 6, columns & ~6
 
 
 @gluon.jit
@@ -142,7 +147,13 @@ def dropped(variant, key, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.cons
 
 @gluon.jit
 def at_least(words, keep):
-    """Ones in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535).
+    """Ones in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535)."""
+    return over(words, keep) * 0xFFFF
+
+
+@gluon.jit
+def over(words, keep):
+    """1 in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535), else 0.
 
     Cut off to ``keep - 1 .. keep`` it is one of two numbers, both halves at once.
     """
@@ -151,7 +162,7 @@ def at_least(words, keep):
     cut = gl.inline_asm_elementwise(
         CUT, "=r,r,r,r", [words, least, keep * 0x10001], dtype=gl.int32, is_pure=True, pack=1
     )
-    return cut * 0xFFFF - least * 0xFFFF
+    return cut - least
 
 
 @gluon.jit

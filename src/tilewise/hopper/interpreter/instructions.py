@@ -67,11 +67,22 @@ def _pass_on(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
     return tensor(np.zeros(1, np.int32), tl.int32)
 
 
+def _spread_signs(first: int) -> Callable[..., Any]:
+    def run(machine: Any, args: Sequence[Any], _: Any) -> Any:
+        words = _arrays(args)[0].astype(np.int32).view(np.uint32)
+        low, high = ((words >> np.uint32(8 * byte + 7)) & np.uint32(1) for byte in (first, first + 2))
+        return tensor((low * np.uint32(0xFFFF) + high * np.uint32(0xFFFF0000)).view(np.int32), tl.int32)
+
+    return run
+
+
 # By what a text has that no other has.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"^mov\.b32 \$0, \$1;$": _same,
     r"^cvt\.rn\.bf16x2": _pack(tl.bfloat16),
     r"^cvt\.rn\.f16x2": _pack(tl.float16),
+    r"prmt\.b32 .* 0xAA88": _spread_signs(0),
+    r"prmt\.b32 .* 0xBB99": _spread_signs(1),
     r"max\.u16x2 .* min\.u16x2": _cut,
     r"fma\.rn\.bf16x2": _sum_of_zeros(tl.bfloat16),
     r"fma\.rn\.f16x2": _sum_of_zeros(tl.float16),
