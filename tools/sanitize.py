@@ -12,7 +12,7 @@ compiles, and shows that the cells themselves work.
 ConSan, Triton's concurrency sanitizer, compiles checks into a kernel: who reads a buffer of shared memory that another
 role has yet to write, or writes one that is still read, and who waits for ever. A kernel takes minutes to compile so,
 therefore few run, each in a process of its own. It knows TMA, mbarriers and wgmma; it does not count the bytes that a
-barrier expects.
+barrier expects. Kernels with variants (packed calls, blocks, dropout) are left out: ptxas did not end within minutes.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ CELLS: dict[str, dict[str, Callable[[], None]]] = {
         "causal": partial(hopper_backward, 128, causal=True),
         "packed": partial(hopper_backward, packed=True, causal=True),
         "dropout": partial(hopper_backward, **DROPOUT),
-        "apart": partial(hopper_backward, deterministic=True, causal=True),
+        "in turn": partial(hopper_backward, deterministic=True, causal=True),
+        "in turn with dropout": partial(hopper_backward, deterministic=True, **DROPOUT),
         "apart packed": partial(hopper_backward, packed=True, deterministic=True, causal=True),
         "apart wide": partial(hopper_backward, 256),
     },
@@ -197,7 +198,7 @@ CHECKS = {
     "memcheck": tuple(CELLS),
     "racecheck": ("hopper-forward", "hopper-backward"),
     CONSAN: (
-        "hopper-forward/causal", "hopper-forward/packed", "hopper-backward/full", "hopper-backward/apart",
+        "hopper-forward/full", "hopper-forward/causal", "hopper-backward/full", "hopper-backward/in turn",
     ),
 }  # fmt: skip
 
