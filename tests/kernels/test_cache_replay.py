@@ -49,9 +49,9 @@ def posed(name: str) -> Any:
     return prepare(torch.randn(2, 3, 8, 64).bfloat16(), k, v, torch.zeros(2, dtype=torch.int32), **options)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:  # noqa: F811 - a fixture
-    attend = _triton.bind_cache(posed(name)[0])
+def assert_replayed(machine: Machine, backend: Any, name: str) -> None:  # noqa: F811 - no fixture
+    """Fail unless a backend's second call, and every later one, reaches the driver as Triton would pass it on."""
+    attend = backend.bind_cache(posed(name)[0])
     calls, launches = [], []
     for _ in range(3):
         _, inputs = posed(name)
@@ -61,12 +61,17 @@ def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:
     (first, none), (usual, nothing), (past, replayed) = launches
     assert first and not none and not past
     # The second call is the first replay: Triton's own way is asked for beside it.
-    own = _triton.bind_cache(posed(name)[0])
+    own = backend.bind_cache(posed(name)[0])
     held = posed(name)[1]
     found = own(held)
     assert not usual and len(nothing) == len(replayed) == len(first)
     want = [named(x, [*held, *found]) for x in machine.usual[-len(first) :]]
     assert [named(x, calls[2]) for x in replayed] == want
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:  # noqa: F811 - a fixture
+    assert_replayed(machine, _triton, name)
 
 
 def test_values_inside_the_keys_have_a_kernel_of_their_own(machine: Machine) -> None:  # noqa: F811 - a fixture

@@ -16,8 +16,10 @@ import pytest
 import torch
 from offline import SHARED, Compiled, catching, keys
 from test_cache_recompiles import FEATURES, SIZES, caches
+from test_cache_replay import CALLS, assert_replayed
 from test_hopper import check, check_budget, elsewhere  # noqa: F401 - a fixture
 from test_recompiles import assert_one_key
+from test_replay import Machine, machine  # noqa: F401 - a fixture
 
 import tilewise
 from tilewise import hopper, masks
@@ -152,6 +154,11 @@ def test_lengths_batches_and_values_compile_nothing_anew(
     # Where the capacity is a single part there is nothing to merge.
     for i in range(max(map(len, calls))):
         assert_one_key([call[i : i + 1] for call in calls if len(call) > i])
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "fp8"])
+def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:  # noqa: F811 - a fixture
+    assert_replayed(machine, hopper, name)
 
 
 def on_hopper(problem: CacheProblem) -> CacheProblem:
