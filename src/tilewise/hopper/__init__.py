@@ -109,11 +109,13 @@ def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
     return reasons
 
 
-def attend_cache(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_cache(
+    problem: CacheProblem, inputs: CacheInputs, tile: TileConfig | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``out`` in `out_dtype` and ``lse`` fp32 of a call, after its new keys and values are in the cache."""
-    return cache.attend_cache(problem, inputs, Tape())
+    return cache.attend_cache(problem, tile or cache.tile(problem), inputs, Tape())
 
 
 def bind_cache(problem: CacheProblem) -> Repeated:
     """`attend_cache` for calls that are alike: all of this problem, with tensors of the same strides."""
-    return Repeated(partial(cache.attend_cache, problem), CacheInputs._make)
+    return Repeated(partial(cache.attend_cache, problem, cache.tile(problem)), CacheInputs._make)

@@ -81,9 +81,9 @@ def shape(call: CacheCall) -> Shape:
     return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
 
 
-def attend_cache(problem: CacheProblem, inputs: CacheInputs, tape: Tape) -> Results:
+def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape) -> Results:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
-    return serve(problem, inputs, tile(problem), processors(inputs.q.device), tape, _attend)
+    return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
 
 
 def _described(call: CacheCall) -> list[Any]:
