@@ -18,6 +18,7 @@ import tilewise
 from conformance.calls import offsets
 from tilewise import _triton, hopper
 from tilewise.arguments import prepare
+from tilewise.cache_arguments import prepare as prepare_cache
 
 REPEATS = 1000
 HEADS, LENGTH = 8, 1000
@@ -130,3 +131,30 @@ def test_backward(name: str, head_dim: int, disturbed: bool) -> None:
     assert differing(keys, disturbed) == 0
     # fp32 sums in another order may round to the next bf16 number, which is 2⁻⁷ of the largest away at most.
     assert float(spread) <= float(first.float().abs().max()) * 2**-7
+
+
+@DISTURBED
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("rows", [1, 24], ids=["one_warpgroup", "two_warpgroups"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_caches(head_dim: int, rows: int, page_size: int | None, disturbed: bool) -> None:
+    """Sequences of all lengths, NaN behind the last key: what one program writes another merges."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    used = torch.tensor([4000, 0, 77, 2048, 3333], dtype=torch.int32, device="cuda")
+    q = torch.randn(5, rows, HEADS, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(5, 4096, 2, head_dim, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    behind = torch.arange(4096, device="cuda") >= used[:, None]
+    for x in (k, v):
+        x.masked_fill_(behind[..., None, None], float("nan"))
+    options: dict[str, Any] = {"causal": True}
+    if page_size is not None:
+        k, v = (x.view(-1, page_size, 2, head_dim) for x in (k, v))
+        options["page_table"] = torch.arange(len(k), device="cuda", dtype=torch.int32).view(5, -1)
+    problem, inputs = prepare_cache(q, k, v, used, **options)
+
+    def call() -> Tensors:
+        # A sequence without keys has an LSE of -inf.
+        out, lse = hopper.attend_cache(problem, inputs)
+        return out, lse.exp()
+
+    assert differing(call, disturbed) == 0
