@@ -52,7 +52,15 @@ def rows() -> Iterator[Row]:
                 yield Row(arch, pass_, dtype, head_dim)
 
 
-SAMPLE = {"sm90-decode16-16bit-128", "sm90-decode16-8bit-128", "sm90-decode64-16bit-128", "sm89-decode16-16bit-128"}
+# Of a multiprocessor; a thread has a multiple of 8.
+_REGISTERS = 65536
+SAMPLE = {
+    "sm90-decode64-16bit-64",
+    "sm90-decode16-16bit-128",
+    "sm90-decode16-8bit-128",
+    "sm90-decode64-16bit-128",
+    "sm89-decode16-16bit-128",
+}
 
 
 def compiled(
@@ -89,6 +97,8 @@ def test_tile(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = tiles.lookup("triton", row.pass_, cache, row.head_dim, CLASSES[row.arch])
     room = SHARED[row.arch] if tile.programs == 1 else (SHARED[row.arch] + 1024) // tile.programs - 1024
     assert kernel.shared <= room, f"{tile.programs} programs do not share a multiprocessor's memory"
+    threads = 32 * tile.num_warps * tile.programs
+    assert -(-kernel.registers // 8) * 8 * threads <= _REGISTERS, f"{tile.programs} programs do not share its registers"
     assert kernel.spilled <= budgets.of(budgets.CACHES[row.head_dim > 128])
 
 
