@@ -36,8 +36,10 @@ import triton
 import tilewise
 from tilewise import hopper
 from tilewise.arguments import prepare
+from tilewise.cache_arguments import prepare as prepare_cache
 from tilewise.hopper.backward import backward_kernel
 from tilewise.hopper.backward_apart import apart_kernel
+from tilewise.hopper.decode import decode_kernel
 from tilewise.hopper.forward import forward_kernel, variant_kernel
 
 DEVICE = "cuda"
@@ -105,8 +107,13 @@ def hopper_backward(head_dim: int = 64, packed: bool = False, needs: str = "qkv"
 
 
 @torch.no_grad()
-def cache(rows: int = 1, page_size: int | None = None, dims: tuple[int, int] = (64, 64), **options: Any) -> None:
-    """Three sequences in a cache, new keys appended with RoPE, then attended to; slots not in use hold NaN."""
+def cache(
+    rows: int = 1, page_size: int | None = None, dims: tuple[int, int] = (64, 64), by: Any = None, **options: Any
+) -> None:
+    """Three sequences in a cache, new keys appended with RoPE, then attended to; slots not in use hold NaN.
+
+    `by`: the backend, asked itself, also for calls that are left to others so far.
+    """
     used, capacity, batch = int32((37, 5, 130)), 160, 3
     pages = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
     k, v = (drawn(*pages, HEADS_KV, d) for d in dims)
@@ -123,11 +130,11 @@ def cache(rows: int = 1, page_size: int | None = None, dims: tuple[int, int] = (
     angles = torch.rand(capacity, dims[0] // 2, device=DEVICE)
     rotary = tilewise.Rotary(angles.cos(), angles.sin())
     q = drawn(batch, rows, HEADS, dims[0])
-    finite(
-        tilewise.attention_with_kvcache(
-            q, k, v, cache_seqlens=used, k_new=new[0], v_new=new[1], page_table=table, rotary=rotary, **options
-        )
-    )
+    given = {"cache_seqlens": used, "k_new": new[0], "v_new": new[1], "page_table": table, "rotary": rotary, **options}
+    if by is None:
+        finite(tilewise.attention_with_kvcache(q, k, v, **given))
+    else:
+        finite(by.attend_cache(*prepare_cache(q, k, v, **given))[0])
 
 
 @torch.no_grad()
@@ -171,6 +178,15 @@ CELLS: dict[str, dict[str, Callable[[], None]]] = {
         "fp8": partial(cache, page_size=32, fp8=True),
         "latent": latent_cache,
     },
+    "hopper-caches": {
+        "one row": partial(cache, by=hopper),
+        "fixed parts": partial(cache, by=hopper, split_size=128, dims=(128, 128)),
+        "pages": partial(cache, by=hopper, page_size=16),
+        "pages of 40": partial(cache, by=hopper, rows=3, page_size=40, causal=True),
+        "chunk": partial(cache, by=hopper, rows=20, causal=True, window=(50, 0)),
+        "two warpgroups": partial(cache, by=hopper, rows=40, page_size=32, causal=True),
+        "wide": partial(cache, by=hopper, dims=(256, 256)),
+    },
     "hopper-forward": {
         "full": hopper_forward,
         "causal": partial(hopper_forward, causal=True),
@@ -196,9 +212,10 @@ CELLS: dict[str, dict[str, Callable[[], None]]] = {
 # Tools, and what they check: families, or for ConSan single cells.
 CHECKS = {
     "memcheck": tuple(CELLS),
-    "racecheck": ("hopper-forward", "hopper-backward"),
+    "racecheck": ("hopper-forward", "hopper-backward", "hopper-caches"),
     CONSAN: (
         "hopper-forward/full", "hopper-forward/causal", "hopper-backward/full", "hopper-backward/in turn",
+        "hopper-caches/one row",
     ),
 }  # fmt: skip
 
@@ -242,7 +259,7 @@ def handed_out(kernel: str, line: int) -> bool:
     The first warps write a role into shared memory, meet the others at a named barrier, and these read it:
     ``BAR.SYNC 1; LDS.U8``. Racecheck does not see that barrier as one of them all.
     """
-    kernels = (forward_kernel, variant_kernel, backward_kernel, apart_kernel)
+    kernels = (forward_kernel, variant_kernel, backward_kernel, apart_kernel, decode_kernel)
     found: Any = {kernel.__name__: kernel for kernel in kernels}.get(kernel)
     return found is not None and 0 <= line - found.fn.__code__.co_firstlineno <= 3
 
