@@ -33,7 +33,7 @@ from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LN2, LOG2E, Sequence
 from . import scores
-from .pipeline import Ring, arrived, cta_barrier, produce, release, specialize, tma_load
+from .pipeline import arrived, cta_barrier, produce, release, ring_of, specialize, tma_load
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
 
@@ -73,12 +73,7 @@ def make_ring(desc, STAGES: gl.constexpr, shape):
     """A ring for tiles of BLOCK_N keys, each of one box of `desc` or several."""
     tile: gl.constexpr = [STAGES, 1, shape.BLOCK_N, 1, desc.block_type.shape[3]]
     tiles = gl.allocate_shared_memory(desc.dtype, tile, desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=shape.CONSUMERS)
-    return Ring(tiles, full, empty, STAGES)
+    return ring_of(tiles, STAGES, shape.CONSUMERS)
 
 
 @gluon.constexpr_function
@@ -252,11 +247,7 @@ def finished(state, sink, variant):
     m_i = shift * (unit_of(variant.scale * LOG2E, variant) / scale)
     rest = each_row(scale, 1.0)
     if sink is not None:
-        m_all = gl.maximum(m_i, sink)
-        m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
-        rest = gl.exp2(m_i - m_safe)
-        l_i = l_i * rest + gl.exp2(sink - m_safe)
-        m_i = m_all
+        m_i, l_i, rest = scores.joined(m_i, l_i, sink)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = gl.where(empty, 1.0, l_i)

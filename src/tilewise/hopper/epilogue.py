@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..kernels.score import LN2, LOG2E
+from . import scores
 from .pipeline import cta_barrier, tma_store
 from .products import scaled
 from .scores import each_row, unit_of
@@ -67,11 +68,7 @@ def totals(scale, shift, l_i, seq, rows, io, variant, shape):
     rest = each_row(rows, 1.0)
     if io.sinks is not None:
         sink = each_row(rows, 0.0) + gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
-        m_all = gl.maximum(m_i, sink)
-        m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
-        rest = gl.exp2(m_i - m_safe)
-        l_i = l_i * rest + gl.exp2(sink - m_safe)
-        m_i = m_all
+        m_i, l_i, rest = scores.joined(m_i, l_i, sink)
     return m_i, l_i, rest
 
 

@@ -67,6 +67,12 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.cons
     A stage holds EACH of them: tile k of it is ``stage * EACH + k``.
     """
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * EACH] + desc.block_type.shape, desc.layout)
+    return ring_of(tiles, STAGES, CONSUMERS)
+
+
+@gluon.jit
+def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of these tiles in shared memory."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -201,6 +201,18 @@ def reference(s, scale, shift, unit):
 
 
 @gluon.jit
+def joined(m_i, l_i, sink):
+    """Reference and sum of rows that see a sink, a key with value 0, beside their keys; factor on what these sum to.
+
+    All in base 2; a sink may be -inf, and so may a reference.
+    """
+    m_all = gl.maximum(m_i, sink)
+    m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
+    rest = gl.exp2(m_i - m_safe)
+    return m_all, l_i * rest + gl.exp2(sink - m_safe), rest
+
+
+@gluon.jit
 def partial_sums(p):
     """Sums of what each thread holds of a row, [M, 4]."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
