@@ -1,6 +1,7 @@
-"""Time candidate tiles of the Triton kernel for caches on this GPU, as `tilewise bench --set decode` times it.
+"""Time candidate tiles of the kernels for caches on this GPU, as `tilewise bench --set decode` times them.
 
     python tools/tune_decode.py                     # the anchors; --kind eight_bit, latent, rows, pages for others
+    python tools/tune_decode.py --kind hopper       # Hopper's kernel, whether calls are given to it yet or not
 
 Every candidate is held against the oracle first. The table has GB/s of keys and values for each candidate and case, and
 last the geometric mean of (rate / best rate of the case).
@@ -15,18 +16,21 @@ import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from tilewise import _triton
+from tilewise import dispatch
 from tilewise.bench import decode, decode_cases, machine, report
 from tilewise.bench.check import FLOORS
 from tilewise.bench.decode_cases import DecodeCase
 from tilewise.bench.timing import interleave
 from tilewise.tiles import TileConfig
 
-Sizes = tuple[int, ...]
-# Rows, keys, warps, stages, bound on registers, programs on a multiprocessor, ptxas's level of saving registers.
+# Rows, keys, warps, stages, bound on registers, programs on a multiprocessor, ptxas's level of saving registers; before
+# them the name of a backend, if it is not Triton's.
+Sizes = tuple[Any, ...]
 FEW: list[Sizes] = [
     (16, 64, 4, 3, 0, 2), (16, 64, 4, 2, 168, 3), (16, 64, 4, 4, 0, 1), (16, 32, 4, 4, 168, 3), (16, 32, 4, 3, 128, 4),
     (16, 128, 4, 2, 0, 1), (16, 128, 8, 3, 0, 1), (16, 128, 4, 3, 0, 1), (16, 64, 2, 3, 0, 2), (16, 32, 2, 4, 0, 4),
@@ -36,6 +40,11 @@ CHUNK: list[Sizes] = [*MANY, (128, 64, 8, 3, 0, 1), (128, 128, 8, 2, 0, 1)]
 LATENT: list[Sizes] = [
     (64, 64, 8, 3, 0, 1, 2), (64, 64, 8, 3, 0, 1), (64, 32, 8, 4, 0, 1, 2), (16, 32, 4, 2, 0, 2, 2),
     (16, 32, 4, 2, 0, 2), (16, 32, 4, 3, 0, 1, 2), (16, 64, 8, 2, 0, 1, 2), (32, 32, 4, 2, 0, 1),
+]  # fmt: skip
+# And what ships for Triton.
+HOPPER: list[Sizes] = [
+    ("hopper", 64, 64, 4, 3, 0, 2), ("hopper", 64, 64, 4, 6, 0, 1), ("hopper", 64, 128, 4, 3, 0, 1),
+    ("hopper", 64, 32, 4, 6, 0, 2), FEW[0],
 ]  # fmt: skip
 EIGHT_BIT: list[Sizes] = [
     (16, 64, 4, 3, 0, 2), (16, 64, 4, 4, 0, 2), (16, 128, 4, 3, 0, 2), (16, 128, 4, 2, 0, 2), (16, 128, 8, 3, 0, 1),
@@ -48,11 +57,19 @@ KINDS: dict[str, tuple[tuple[DecodeCase, ...], list[Sizes]]] = {
     "latent": (decode_cases.LATENT, LATENT),
     "rows": ((DecodeCase(16, 8192, rows=4), DecodeCase(16, 8192, rows=16)), [*FEW[:2], *MANY]),
     "chunk": ((DecodeCase(4, 8192, rows=512),), CHUNK),
+    "hopper": ((*decode_cases.ANCHORS, *decode_cases.PAGED), HOPPER),
+    "hopper_chunk": (
+        (DecodeCase(4, 8192, rows=512),),
+        [("hopper", 128, 128, 4, 3, 0, 1), ("hopper", 128, 64, 4, 4, 0, 1), *CHUNK],
+    ),
 }
 
 
-def _config(sizes: Sizes) -> TileConfig:
-    return TileConfig(*sizes)
+def _config(sizes: Sizes) -> tuple[ModuleType, TileConfig]:
+    """The backend of a candidate, and its tile."""
+    if isinstance(sizes[0], str):
+        return dispatch.module(sizes[0]), TileConfig(*sizes[1:])
+    return dispatch.module("triton"), TileConfig(*sizes)
 
 
 def _attempt(case: DecodeCase, sizes: Sizes) -> str | float:
@@ -71,9 +88,10 @@ def _first(case: DecodeCase, sizes: Sizes) -> tuple[decode_cases.DecodeData, tor
 
 def _call(case: DecodeCase, data: decode_cases.DecodeData, sizes: Sizes) -> Callable[[], torch.Tensor]:
     problem, inputs = decode_cases.posed(case, data)
+    backend, tile = _config(sizes)
 
     def call() -> torch.Tensor:
-        return _triton.attend_cache(problem, inputs, _config(sizes))[0]
+        return backend.attend_cache(problem, inputs, tile)[0]
 
     return call
 
