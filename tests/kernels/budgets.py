@@ -36,9 +36,9 @@ CACHES: dict[bool, tuple[int, int]] = {False: (720, 1500), True: (4900, 9000)}
 # Of tiles of a latent on Hopper whose output takes half of the registers, by slots of a page (0: rows); and bytes that
 # those of few rows spill. Told to save registers, ptxas 12.8 computes descriptors of q anew instead of spilling them.
 LATENT: dict[int, tuple[Budget, Budget]] = {
-    0: (Budget(640, 12, 1400), Budget(780, 48, 2300)),
-    16: (Budget(1060, 18, 1650), Budget(1215, 72, 2350)),
-    64: (Budget(730, 20, 1200), Budget(825, 72, 2350)),
+    0: (Budget(640, 16, 950), Budget(780, 48, 2300)),
+    16: (Budget(1060, 18, 1350), Budget(1215, 72, 2350)),
+    64: (Budget(730, 20, 950), Budget(825, 72, 2350)),
 }
 FEW_LATENT = (64, 160)
 
