@@ -18,6 +18,7 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {
         "TMA takes",
         "an assumed maximum",
         "whose rows do not begin at multiples of 16 bytes",
+        "has not been held to the oracle on a GPU yet",
     ),
 }
 
