@@ -44,10 +44,15 @@ class Interpreted:
         self.arg_names = list(inspect.signature(fn).parameters)
 
     def __call__(self, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
+        return self.fn(*map(_known, args), **{name: _known(x) for name, x in kwargs.items()})
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(_launch, self, grid[0])
+
+
+def _known(x: Any) -> Any:
+    """What is known when a kernel is compiled, as a plain number: Python's have no remainder by others."""
+    return x.value if isinstance(x, tl.constexpr) else x
 
 
 def jit(fn: Any = None, **_: Any) -> Any:
@@ -77,9 +82,9 @@ def _launch(kernel: Interpreted, programs: int, *args: Any, **options: Any) -> N
 
 
 def _argument(value: Any) -> Any:
-    """An argument of a launch as kernels see it; what is known when they are compiled is a plain number."""
+    """An argument of a launch as kernels see it."""
     if isinstance(value, tl.constexpr):
-        return value.value
+        return _known(value)
     if hasattr(value, "block_shape"):
         return Descriptor(value)
     if isinstance(value, tuple):
