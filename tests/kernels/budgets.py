@@ -115,10 +115,10 @@ APART: list[tuple[Budget, Budget]] = [
 ]
 # Of caches: by rows of a tile, and head dim.
 DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
-    (64, 64): (Budget(520), Budget(495)),
+    (64, 64): (Budget(520), Budget(495, 1)),
     (64, 128): (Budget(395), Budget(380)),
-    (64, 256): (Budget(520, 0, 270), Budget(495)),
+    (64, 256): (Budget(520, 0, 300), Budget(495, 1)),
     (128, 64): (Budget(510), Budget(495)),
     (128, 128): (Budget(560), Budget(545, 1, 300)),
-    (128, 256): (Budget(510, 2, 450), Budget(510, 12, 700)),
+    (128, 256): (Budget(515, 6, 790), Budget(510, 12, 700)),
 }
