@@ -61,8 +61,9 @@ def _backward(
     *arguments: Any,
 ) -> list[torch.Tensor]:
     this, inputs = _problem(arguments)
-    backend = dispatch.module(dispatch.choose(this, "backward"))
     names = tuple(needs.split())
+    this = this.for_gradients(names)
+    backend = dispatch.module(dispatch.choose(this, "backward"))
     with dispatch.plain_numerics(this.device):
         grads = backend.backward(this, inputs, out, lse, do, dlse, names)
     return [grads[name] for name in names]

@@ -82,6 +82,7 @@ def bind(problem: Problem) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]
 
 def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]:
     """The backward pass likewise: from the tensors of `Inputs`, out, lse, do and dlse to the gradients in `needs`."""
+    problem = problem.for_gradients(needs)
     backend = module(choose(problem, "backward"))
     if hasattr(backend, "bind_backward"):
         return backend.bind_backward(problem, needs)

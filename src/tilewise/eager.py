@@ -118,15 +118,16 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
     if score_mod is not None or not (mask is None or is_value(mask)):
         return None, None
     try:
-        others, learned = None, False
+        others, learned, scores = None, False, False
         if bias is not None or slopes is not None or sinks is not None or cu_seqlens_q is not None:
             others = tuple([None if x is None else traits(x) for x in tensors[3:]])
-            learned = any(x is not None and x.requires_grad for x in (bias, slopes, sinks))
+            scores = any(x is not None and x.requires_grad for x in (bias, slopes))
+            learned = scores or (sinks is not None and sinks.requires_grad)
         key = (
             q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
             v.shape, v.stride(), v.dtype, v.device, others,
             torch._C.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad),
-            asked, tuple(map(type, asked)), tuple(map(type, window)) if type(window) is tuple else None,
+            scores, asked, tuple(map(type, asked)), tuple(map(type, window)) if type(window) is tuple else None,
         )  # fmt: skip
         return key, _calls.get(key)
     except (AttributeError, RuntimeError, TypeError):

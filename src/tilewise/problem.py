@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,8 +39,8 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 class Options:
     """What a call asks for beside its tensors' shapes. None means "not asked for".
 
-    `needs_grad` says whether any input needs a gradient, `needs_scores_grad` whether what is added to scores does: bias
-    or ALiBi slopes.
+    `needs_grad` says whether any input needs a gradient, `needs_scores_grad` whether what is added to scores does, bias
+    or ALiBi slopes: as far as is known before the forward pass.
     The mask has no default: an object there is more than PyTorch 2.11 traces under `torch.compile`.
     """
 
@@ -170,6 +171,16 @@ class Problem:
         if self.assumed_capability is not None or self.device.type != "cuda" or torch.version.hip is not None:
             return self.assumed_capability
         return torch.cuda.get_device_capability(self.device)
+
+    def for_gradients(self, needs: Collection[str]) -> Problem:
+        """The problem of a backward pass that is to return the gradients of the inputs named in `needs`.
+
+        Which these are is known for certain only then: transforms hide it before, and callers may ask for fewer.
+        """
+        wanted = "bias" in needs or "alibi_slopes" in needs
+        if wanted == self.options.needs_scores_grad:
+            return self
+        return replace(self, options=replace(self.options, needs_scores_grad=wanted))
 
     def offset(self, seqlen_q: Any, seqlen_k: Any) -> Any:
         """The diagonal's offset for lengths in use (ints or tensors): key ``i + off`` lies on row i's diagonal."""
