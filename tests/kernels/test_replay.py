@@ -19,10 +19,11 @@ import triton
 from triton.runtime.jit import JITFunction
 
 import tilewise
-from tilewise import _triton, dispatch, eager
+from tilewise import _triton, dispatch, eager, hopper
+from tilewise.arguments import prepare
 from tilewise.hopper import launch
 from tilewise.kernels import replay
-from tilewise.problem import Problem
+from tilewise.problem import Inputs, Problem
 
 # Python functions that a replayed forward pass enters, from entry point to driver, where addresses are new to it:
 # one more for the arguments, and one for each descriptor.
@@ -32,13 +33,16 @@ Launch = tuple[int, int, tuple[Any, ...]]
 
 
 class Start:
-    """The C function; `spread`: arguments of the kernel one by one (3.6), else as one tuple (3.7)."""
+    """The C function; `spread`: arguments of the kernel one by one (3.6), else as one tuple (3.7).
 
-    def __init__(self, machine: Machine, spread: bool) -> None:
-        self.machine, self.spread = machine, spread
+    `ways`: what the launch asked for: a cooperative grid, and not to wait for the kernel before it.
+    """
+
+    def __init__(self, machine: Machine, spread: bool, ways: tuple[bool, bool]) -> None:
+        self.machine, self.spread, self.ways = machine, spread, ways
 
     def __call__(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
-        assert (y, z, rest[:3]) == (1, 1, ("function", False, False))
+        assert (y, z, rest[:3]) == (1, 1, ("function", *self.ways))
         if self.spread:
             assert rest[3:9] == (None, None, "metadata", None, None, None)
             arguments = rest[9:]
@@ -50,10 +54,12 @@ class Start:
 
 class CudaLauncher:
     global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
 
-    def __init__(self, machine: Machine) -> None:
-        self.launch = Start(machine, machine.spread)
+    def __init__(self, machine: Machine, options: dict[str, Any]) -> None:
+        self.launch_cooperative_grid, self.launch_pdl = ways = (
+            options.get("launch_cooperative_grid", False), options.get("launch_pdl", False),
+        )  # fmt: skip
+        self.launch = Start(machine, machine.spread, ways)
         if not machine.spread:
             self.arg_annotations, self.kernel_signature = "annotations", b"signature"
 
@@ -88,7 +94,7 @@ class Machine:
             metadata=SimpleNamespace(tensordesc_meta=metas),
             function="function",
             packed_metadata="metadata",
-            run=CudaLauncher(self),
+            run=CudaLauncher(self, options),
         )
 
     def expanded(self, arguments: Sequence[Any], metas: Iterator[Any]) -> Iterator[Any]:
@@ -243,6 +249,22 @@ def test_a_backward_pass_is_replayed(machine: Machine, kind: str, with_lse: bool
     assert not machine.usual and len(machine.replayed) == 4
     assert len(passes[1]) == 4
     assert passes[2] == passes[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+def test_a_backward_pass_of_hopper_is_replayed(machine: Machine, options: dict[str, Any]) -> None:
+    """Tables that belong to the problem are the same in every call, in records of arguments too."""
+    passes = []
+    problem = prepare(*tensors("grouped"), **options)[0]
+    run = hopper.bind_backward(problem, ("q", "k", "v"))
+    for _ in range(2):
+        out, do = torch.randn(2, 2, 130, 4, 64).bfloat16().unbind()
+        held = [*Inputs(*tensors("grouped")), out, torch.randn(2, 4, 130), do, None]
+        held += run(held)
+        passes.append([named(launched, held) for launched in (*machine.usual, *machine.replayed)])
+        machine.usual.clear()
+    assert len(machine.replayed) == 3
+    assert passes[1] == passes[0]
 
 
 def test_gradients_that_pytorch_finishes_are_not_replayed(machine: Machine) -> None:

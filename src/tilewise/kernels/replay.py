@@ -142,14 +142,13 @@ class _Launch:
         self._changes: list[_Change] = []
         described = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         # What the driver is given as an address must stay.
-        self._kept = [x for x in arguments if isinstance(x, torch.Tensor) and find(x) is None]
+        self._kept: list[torch.Tensor] = []
         for argument in arguments:
             if hasattr(argument, "block_shape"):
                 self._add(None, find(argument.base), _Descriptors(argument, next(described, None)))
                 self._values += [None, *argument.shape, *argument.strides]
             elif isinstance(argument, torch.Tensor):
-                self._add(None, find(argument))
-                self._values.append(argument.data_ptr())
+                self._values.append(self._address(None, argument, find))
             else:
                 self._values.append(self._record(argument, find) if isinstance(argument, tuple) else argument)
         self._records = {change.place for change in self._changes if change.inside is not None}
@@ -157,15 +156,17 @@ class _Launch:
         self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def _record(self, given: tuple[Any, ...], find: Find) -> tuple[Any, ...]:
-        for i, value in enumerate(given):
-            if isinstance(value, tuple):
-                raise _Unknown
-            if isinstance(value, torch.Tensor):
-                part = find(value)
-                if part is None:
-                    raise _Unknown
-                self._add(i, part)
-        return tuple([None if isinstance(value, torch.Tensor) else value for value in given])
+        if any(isinstance(value, tuple) for value in given):
+            raise _Unknown
+        return tuple([self._address(i, x, find) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given)])
+
+    def _address(self, inside: int | None, x: torch.Tensor, find: Find) -> int:
+        """Where `x`, the next argument or part of it, is now, and will be in every call if it is a constant."""
+        part = find(x)
+        if part is None:
+            self._kept.append(x)
+        self._add(inside, part)
+        return x.data_ptr()
 
     def _add(self, inside: int | None, part: _Part | None, encode: Callable[[int], Any] | None = None) -> None:
         """The next argument, or part of it, changes."""
