@@ -174,7 +174,15 @@ def test_what_is_left_to_others_is_said() -> None:
         ({"head_dim": 136}, "head dims above 128"),
         ({"deterministic": True}, "deterministic=True"),
         ({"softcap": 30.0}, "modified scores"),
-        ({"batch": 1 << 23}, "2**31 rows"),
+        ({"batch": 1 << 22}, "2**31 rows"),
     ]:
         (reason,) = declined(**options)
         assert reason.startswith("a backward pass") and piece in reason
+
+
+def test_statistics_are_counted_with_what_fills_their_tiles() -> None:
+    for rows, batch, packed in [(256, 1 << 22, False), (1, 1 << 23, False), (252, 1 << 22, True)]:
+        for entries in (batch, batch - 1):
+            q = torch.empty(entries, rows, 2, 8, dtype=torch.float16, device="meta")
+            problem = replace(prepare(q, q, q)[0], packed=packed)
+            assert bool(hopper.gradients.unsupported_reasons(problem)) == (entries == batch)

@@ -23,7 +23,7 @@ from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .schedule import Bounds, Dealt, deal, deal_in_turn
-from .statistics import round_kernel, row_kernel
+from .statistics import first_stat, round_kernel, row_kernel
 from .turns import Turns
 from .variants import Listed, Members, Tiles, by_length, by_plan, is_band, matrices
 
@@ -66,10 +66,12 @@ def _in_turn(problem: Problem) -> bool:
 def unsupported_reasons(problem: Problem) -> list[str]:
     """Why the backward pass does not serve a problem that the forward does."""
     p = problem
+    lines, rows = (1, p.batch * p.seqlen_q) if p.packed else (p.batch, p.seqlen_q)
+    places = lines * p.heads_q * _stat_rows(p, rows)
     refused = {
         "a backward pass with gradients of bias or ALiBi slopes": p.options.needs_scores_grad,
         # TMA counts the statistics of all of them in one line.
-        "a backward pass of 2**31 rows of all heads, or more": p.batch * p.heads_q * p.seqlen_q >= 1 << 31,
+        f"a backward pass of 2**31 rows of all heads, or more (each head's padded to {_STAT_ROWS})": places >= 1 << 31,
     }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -148,17 +150,24 @@ def _of_rows(stats: torch.Tensor, lse: torch.Tensor, cu_q: torch.Tensor | None) 
     rows = torch.arange(lse.shape[-1], device=lse.device)
     member = torch.searchsorted(cu_q[1:].contiguous(), rows, right=True).clamp_(max=len(cu_q) - 2)
     q_start = cu_q[member].to(rows.dtype)
-    # As `statistics.first_stat` has it; rows after the last member see nothing, so any will do.
-    places = (q_start // 4 + member) * 4 + rows - q_start
+    # Rows after the last member see nothing, so any place will do.
+    places = first_stat.fn(q_start, member) + rows - q_start
     return stats[:, places.clamp_(max=stats.shape[-1] - 1)]
+
+
+def _stat_rows(problem: Problem, rows: int) -> int:
+    """How many places a head has in a statistic of so many rows: they fill tiles.
+
+    Members of a packed call begin at multiples of 4.
+    """
+    places = rows + (4 * problem.batch if problem.packed else 0)
+    return -(-places // _STAT_ROWS) * _STAT_ROWS
 
 
 def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: tuple[Any, Any], tape: Tape) -> Stats:
     p, (out, lse), (do, dlse) = call.problem, forward, grads
     rows = lse.shape[-1]
-    cu_q, members = call.base.cu_q, p.batch if p.packed else 0
-    # A tile reads no other head's; members begin at multiples of 4.
-    stat_rows = -(-(rows + 4 * members) // _STAT_ROWS) * _STAT_ROWS
+    cu_q, members, stat_rows = call.base.cu_q, p.batch if p.packed else 0, _stat_rows(p, rows)
     pairs = lse.numel() // rows
     width = launch.block(p.head_dim)
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
