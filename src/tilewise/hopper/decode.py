@@ -114,8 +114,9 @@ def fill(ring, desc, i, row, slot, h, pages, shape):
 
 
 @gluon.jit
-def load(k, v, k_desc, v_desc, slots, mine, limits, work, left, right, shape):
-    """The producer: the tiles of all pieces of a program, one after the other."""
+def load(rings, descs, slots, mine, limits, work, left, right, shape):
+    """The producer: the tiles of all pieces of a program, one after the other, each as a use of every ring."""
+    RINGS: gl.constexpr = len(rings)
     program = gl.program_id(0)
     i = 0
     unit = mine.first
@@ -139,8 +140,8 @@ def load(k, v, k_desc, v_desc, slots, mine, limits, work, left, right, shape):
                 if shape.PAGE > 0:
                     # The pages of the next tile are on their way while this one waits for its stage.
                     pages = pages_of(slots, group.seq, n0 + shape.BLOCK_N, span.first, span.last, limits, shape)
-                fill(k, k_desc, i, row, group.seq.k_start + n0, h, here, shape)
-                fill(v, v_desc, i, row, group.seq.k_start + n0, h, here, shape)
+                for part in gl.static_range(RINGS):
+                    fill(rings[part], descs[part], i, row, group.seq.k_start + n0, h, here, shape)
                 i += 1
             unit = piece.stop
         if unit >= begin + width:
@@ -155,8 +156,11 @@ def packed_of(row0, W: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.constexpr):
-    """The rows of q of consumer W, rotated, into shared memory; those past the last one are 0."""
+def fetch(
+    q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.constexpr,
+    START: gl.constexpr, STOP: gl.constexpr,
+):  # fmt: skip
+    """The dims ``START .. STOP`` of the rows of q of consumer W, rotated, into shared memory; past the last row, 0."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     seq = group.seq
     packed = packed_of(group.row0, W, gl.SliceLayout(1, LOADED))
@@ -164,7 +168,7 @@ def fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.co
     i = packed // shape.GROUP
     base = q.ptr + seq.b.to(gl.int64) * q.batch + seq.q_start * q.seq
     rows = i.to(gl.int64) * q.seq + (h * shape.GROUP + packed % shape.GROUP).to(gl.int64) * q.head
-    for first in gl.static_range(0, shape.BLOCK_D, _DIMS):
+    for first in gl.static_range(START, STOP, _DIMS):
         d = first + gl.arange(0, _DIMS, gl.SliceLayout(0, LOADED))
         if rope.cos is None:
             real = inside[:, None] & (d < shape.HEAD_DIM)[None, :]
@@ -174,9 +178,8 @@ def fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W: gl.co
             new = seq.k_start + seq.len_k - used
             at = rotary.first_position(rope, seq.b, used) + new - seq.len_q + i
             x = rotary.load_rotated(base, rows, inside, at, rope_length, rope, d, first, shape.HEAD_DIM)
-        q_smem.slice(first, _DIMS, dim=1).store(x)
+        q_smem.slice(first - START, _DIMS, dim=1).store(x)
     fence_async_shared()
-    cta_barrier()
 
 
 @gluon.jit
@@ -239,11 +242,15 @@ def step(
 
 
 @gluon.jit
-def finished(state, sink, variant):
+def row_sums(sums, like):
+    """Sums of rows, [M], of partial ones."""
+    ROWS: gl.constexpr = like.type.layout
+    return gl.convert_layout(gl.sum(sums, 1), ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def finished(acc, scale, shift, l_i, sink, variant):
     """Output and natural-log LSE; `sink`, of every row in base 2, is the score of a key with value 0, or None."""
-    acc, scale, shift, l_i = state
-    ROWS: gl.constexpr = scale.type.layout
-    l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
     m_i = shift * (unit_of(variant.scale * LOG2E, variant) / scale)
     rest = each_row(scale, 1.0)
     if sink is not None:
@@ -256,10 +263,12 @@ def finished(state, sink, variant):
 
 
 @gluon.jit
-def store(acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape, W: gl.constexpr):
-    """The rows of consumer W of a whole item to the output, of another piece to its slot."""
+def store(
+    acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape, W: gl.constexpr, START: gl.constexpr,
+):  # fmt: skip
+    """The rows of consumer W of a whole item to the output, of another piece to its slot: of O the dims from START."""
     VALUES: gl.constexpr = acc.type.layout
-    d = gl.arange(0, shape.BLOCK_DV, gl.SliceLayout(0, VALUES))
+    d = START + gl.arange(0, acc.shape[1], gl.SliceLayout(0, VALUES))
     inside = packed < seq.len_q * shape.GROUP
     row = gl.convert_layout(packed, gl.SliceLayout(1, VALUES), assert_trivial=True)
     real = (row < seq.len_q * shape.GROUP)[:, None] & (d < shape.HEAD_DIM_V)[None, :]
@@ -270,13 +279,23 @@ def store(acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape
         gl.store(base + rows[:, None] + d[None, :], acc.to(out.ptr.dtype.element_ty), mask=real)
         head = h * shape.GROUP + packed % shape.GROUP
         at = cache.stat_at(seq, head, packed // shape.GROUP, stat_rows, shape)
-        gl.store(lse + at, lse_rows, mask=inside)
+        gl.store(lse + at, lse_rows, mask=inside & (START == 0))
     else:
         first = slot.to(gl.int64) * shape.BLOCK_M
         rows = first + packed_of(0, W, gl.SliceLayout(1, VALUES))
         gl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], acc, mask=real)
         ROWS: gl.constexpr = packed.type.layout
-        gl.store(parts.lse + first + packed_of(0, W, ROWS), lse_rows, mask=inside)
+        gl.store(parts.lse + first + packed_of(0, W, ROWS), lse_rows, mask=inside & (START == 0))
+
+
+@gluon.jit
+def sink_of(sinks, heads, piece):
+    """The sinks of these heads in base 2, counted once, with an item's first keys; None where there are none."""
+    sink = None
+    if sinks is not None:
+        real = gl.load(sinks + heads).to(gl.float32) * LOG2E
+        sink = gl.where(piece.is_first, real, float("-inf"))
+    return sink
 
 
 @gluon.jit
@@ -304,12 +323,8 @@ def attend(
             state, q_smem, k, v, agreement, seq, rows, j, i, span, tree, limits, variant, extra, left, right, shape, W
         )  # fmt: skip
         i += 1
-    sink = None
-    if sinks is not None:
-        # Counted once, with an item's first keys.
-        real = gl.load(sinks + heads).to(gl.float32) * LOG2E
-        sink = gl.where(piece.is_first, real, float("-inf"))
-    o, lse_rows = finished(state, sink, variant)
+    acc, scale, shift, sums = state
+    o, lse_rows = finished(acc, scale, shift, row_sums(sums, scale), sink_of(sinks, heads, piece), variant)
     return o, lse_rows, packed, i
 
 
@@ -337,11 +352,12 @@ def compute(
             start = begin + h * group.units
             piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             # Nobody reads the last item's rows any more: all have met where its last keys were released.
-            fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W)
+            fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W, 0, shape.BLOCK_D)
+            cta_barrier()
             o, lse_rows, packed, i = attend(
                 q_smem, k, v, agreement, piece, group, h, i, sinks, tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
-            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, W)
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, W, 0)
             if piece.is_first & (piece.slot >= 0):
                 cut_group = g
                 cut_head = h
@@ -400,7 +416,7 @@ def decode_kernel(
                     variant, extra, stat_rows, rope_length, left, right, shape, 1,
                 ),
             ),
-            (load, (k, v, k_desc, v_desc, slots, mine, limits, work, left, right, shape)),
+            (load, ((k, v), (k_desc, v_desc), slots, mine, limits, work, left, right, shape)),
         ],
         [4 * (shape.CONSUMERS - 1), 1],
         [CONSUMER_REGS, PRODUCER_REGS],

@@ -396,6 +396,13 @@ def agree(agreement, W: gl.constexpr):
 
 
 @gluon.jit
+def mark_keys(v_smem, flags_smem):
+    """Leave for each key of a tile of v, int32 [N], a number that is not 0 where any value of it is not finite."""
+    for row in gl.static_range(0, v_smem.shape[0], _PIECE):
+        flags_smem.slice(row, _PIECE).store(gl.reduce_or(strange_in(v_smem, row), 1) & _SIGNS)
+
+
+@gluon.jit
 def clean(v_smem, agreement, W: gl.constexpr):
     """Make 0 what is not finite in a tile of v, of which 0 · NaN would make NaN where nothing is seen.
 
@@ -405,8 +412,7 @@ def clean(v_smem, agreement, W: gl.constexpr):
     ROWS: gl.constexpr = v_smem.shape[0]
     PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
     flags_smem = agreement.flags.index(W)
-    for row in gl.static_range(0, ROWS, _PIECE):
-        flags_smem.slice(row, _PIECE).store(gl.reduce_or(strange_in(v_smem, row), 1) & _SIGNS)
+    mark_keys(v_smem, flags_smem)
     agree(agreement, W)
     for row in gl.static_range(0, ROWS, _PIECE):
         for part in gl.static_range(PARTS):
