@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton.language as tl
 
 from ..kernels import cache as cache_slots
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
+from ..kernels.placement import processors
 from ..kernels.replay import Tape
 from ..kernels.rows import Rows, rows_of
 from ..kvcache import CacheInputs, CacheProblem
@@ -74,17 +73,11 @@ def _cache_rows(x: torch.Tensor) -> Rows:
     return rows._replace(seq=tl.constexpr(slot)) if rows.seq == slot else rows
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; the interpreter counts as one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def attend_cache(
     problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
-    return serve(problem, inputs, tile, multiprocessors(inputs.q.device), tape, _attend)
+    return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
