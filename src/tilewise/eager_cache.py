@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from . import cache_checks, cached, dispatch, eager
-from .kvcache import CacheInputs, CacheProblem, Rotary
+from .kvcache import CacheInputs, CacheProblem, Rotary, is_latent
 
 Key: TypeAlias = tuple[Any, ...]
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -92,7 +92,7 @@ def find(tensors: Key, given: dict[str, Any]) -> tuple[Key | None, Call | None, 
     odd = (rotary is None or turn is rotary, tuple(map(type, window)) if type(window) is tuple else None)
     try:
         traits = tuple([None if x is None else (*eager.traits(x), x.requires_grad) for x in tensors])
-        key = (traits, torch.is_grad_enabled(), asked, tuple(map(type, asked)), odd)
+        key = (traits, is_latent(*tensors[1:3]), torch.is_grad_enabled(), asked, tuple(map(type, asked)), odd)
         return key, _calls.get(key), tensors
     except (AttributeError, RuntimeError, TypeError):
         # No dense tensor, or an option that is no value: what is wrong, if anything, is said on the long way.

@@ -116,6 +116,15 @@ def is_aligned(x: torch.Tensor) -> bool:
     return x.storage_offset() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
 
 
+def is_latent(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether values are the first of the keys' dims, in the same memory (MLA)."""
+    if k.shape[-1] <= v.shape[-1] or torch.compiler.is_compiling():
+        # (As above: the operator asks again.)
+        return False
+    same = k.untyped_storage()._cdata == v.untyped_storage()._cdata and k.storage_offset() == v.storage_offset()
+    return same and k.stride() == v.stride()
+
+
 @dataclass(frozen=True)
 class CacheProblem:
     """Shapes, dtypes and options of one call.
@@ -135,6 +144,7 @@ class CacheProblem:
         rotary_dim: dims that are rotated, R; 0: none.
         has_tree, has_leftpad, has_batch_idx, has_positions: which tensors there are.
         aligned: every row of both caches begins at a multiple of 16 bytes, as TMA has it.
+        latent: values are the first of the keys' dims, in the same memory.
     """
 
     attention: Problem
@@ -149,6 +159,7 @@ class CacheProblem:
     has_batch_idx: bool
     has_positions: bool
     aligned: bool = True
+    latent: bool = False
 
     @classmethod
     def of(cls, inputs: CacheInputs, options: Options, static: Static, max_seqlen_q: int = 0) -> CacheProblem:
@@ -189,6 +200,7 @@ class CacheProblem:
             has_batch_idx=inputs.cache_batch_idx is not None,
             has_positions=inputs.rotary_positions is not None,
             aligned=is_aligned(k) and is_aligned(inputs.v_cache),
+            latent=is_latent(k, inputs.v_cache),
         )
 
     @property

@@ -72,6 +72,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("hopper", "decode 128", ANY, "16bit", 64): TileConfig(128, 128, 4, 4, programs=1),
     ("hopper", "decode 128", ANY, "16bit", 128): TileConfig(128, 128, 4, 3, programs=1),
     ("hopper", "decode 128", ANY, "16bit", 256): TileConfig(128, 64, 4, 2, programs=1),
+    ("hopper", "latent", ANY, "16bit", 576): TileConfig(64, 64, 4, 2, programs=1),
     ("triton", "forward", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dq", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),
     ("triton", "dkv", "interpreter", ANY, 512): TileConfig(32, 32, 4, 1),

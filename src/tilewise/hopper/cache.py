@@ -18,6 +18,7 @@ from ..mask_algebra import TOP_LEFT
 from ..tiles import TileConfig, lookup
 from . import launch
 from .decode import Shape, decode_kernel
+from .latent import HALF, LATENT, SIZE, latent_kernel
 from .launch import ROWS
 
 _MAX_HEAD_DIM = 256
@@ -27,13 +28,21 @@ _ROW_GROUP = 8
 _REGISTERS = {(1, 2): (56, 200, 128), (1, 1): (96, 240, 168), (2, 1): (40, 232, 168)}
 
 
+def is_latent(problem: CacheProblem) -> bool:
+    """Whether `latent` is what serves a call, and not `decode`."""
+    call = problem.attention
+    fits = call.head_dim_v == LATENT.value and call.head_dim <= LATENT.value + SIZE.value
+    return problem.latent and fits
+
+
 def unsupported_reasons(problem: CacheProblem) -> list[str]:
     """Why the kernel does not serve a call on this device; empty if it does."""
     call = problem.attention
     refused = {
         f"{call.dtype} inputs; it takes float16 and bfloat16": call.dtype not in (torch.float16, torch.bfloat16),
         f"a cache of {problem.cache_dtype}, which is not q's dtype": problem.cache_dtype != call.dtype,
-        f"a head dim above {_MAX_HEAD_DIM}": max(call.head_dim, call.head_dim_v) > _MAX_HEAD_DIM,
+        f"a head dim above {_MAX_HEAD_DIM}": max(call.head_dim, call.head_dim_v) > _MAX_HEAD_DIM
+        and not is_latent(problem),
         f"pages of {problem.page_size}; TMA takes multiples of {_ROW_GROUP}": bool(
             problem.page_size and problem.page_size % _ROW_GROUP
         ),
@@ -57,8 +66,10 @@ def unproven_reasons(problem: CacheProblem) -> list[str]:
 
 
 def tile(problem: CacheProblem) -> TileConfig:
-    """One warpgroup's rows where the longest sequence has no more packed ones, else two."""
+    """One warpgroup's rows where the longest sequence has no more packed ones, else two; of latents always one's."""
     call = problem.attention
+    if is_latent(problem):
+        return lookup("hopper", "latent", call.dtype, call.head_dim)
     rows = ROWS if call.seqlen_q * call.group_size <= ROWS else 2 * ROWS
     return lookup("hopper", f"decode {rows}", call.dtype, max(call.head_dim, call.head_dim_v))
 
@@ -73,9 +84,10 @@ def shape(call: CacheCall) -> Shape:
     """Compile-time sizes."""
     attention, tile = call.problem.attention, call.tile
     dims = attention.head_dim, attention.head_dim_v
+    blocks = (LATENT.value,) * 2 if is_latent(call.problem) else tuple(map(launch.block, dims))
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
-        attention.packed, *dims, *map(launch.block, dims), tile.block_m, tile.block_n, call.problem.page_size or 0,
+        attention.packed, *dims, *blocks, tile.block_m, tile.block_n, call.problem.page_size or 0,
         box(call.problem, tile),
     )  # fmt: skip
     return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
@@ -87,27 +99,34 @@ def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, t
 
 
 def _described(call: CacheCall) -> list[Any]:
-    """Descriptors of both caches; where there is no slot, of a tensor from which nothing is read.
+    """Descriptors of both caches, of latents of their three parts; where there is no slot, of one that is never read.
 
     A call like an earlier one may come with a cache that begins elsewhere: `addressable` copies what TMA cannot reach.
     """
     rows = box(call.problem, call.tile)
-    caches = [launch.addressable(x) for x in (call.inputs.k_cache, call.inputs.v_cache)]
+    given = (call.inputs.k_cache, call.inputs.v_cache)
+    caches = [launch.addressable(x) for x in (given[:1] if is_latent(call.problem) else given)]
     caches = [x if x.numel() else x.new_empty(1, rows, *x.shape[2:]) for x in caches]
-    return [launch.descriptor(x, rows, launch.block(x.shape[3])) for x in caches]
+    if not is_latent(call.problem):
+        return [launch.descriptor(x, rows, launch.block(x.shape[3])) for x in caches]
+    half, whole = HALF.value, LATENT.value
+    parts = [caches[0][..., first:last] for first, last in ((0, half), (half, whole), (whole, None))]
+    return [launch.descriptor(x, rows, columns) for x, columns in zip(parts, (half, half, SIZE.value), strict=True)]
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
-    """Launch `decode`, and `combine` if an item may have more than one piece."""
+    """Launch `decode` or `latent`, and `combine` if an item may have more than one piece."""
     inputs, packed, config = call.inputs, call.problem.attention.packed, call.tile
     parts, (tree, sinks), sizes = parts_of(call, tape), read_only(call, tape), shape(call)
     variant, extra, left, right = variant_of(call)
-    *registers, most = _REGISTERS[config.block_m // ROWS, config.programs]
+    one = is_latent(call.problem)
+    kernel, stages = (latent_kernel, ()) if one else (decode_kernel, (config.num_stages,))
+    *registers, most = _REGISTERS[2 if one else config.block_m // ROWS, config.programs]
     arguments = (
         rows_of(inputs.q, packed), *_described(call), rows_of(results[0], packed), results[1], parts, call.slots,
         call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work, stat_rows(call), call.rope_length,
-        left, right, gl.constexpr(call.early), config.num_stages, *registers,
+        left, right, gl.constexpr(call.early), *stages, *registers,
     )  # fmt: skip
     options = {"num_warps": config.num_warps, "maxnreg": most, **call.early_options}
-    tape.launch(decode_kernel, call.plan.programs, arguments, **options)
+    tape.launch(kernel, call.plan.programs, arguments, **options)
     merge(call, results, parts, sizes, (left, right), tape)

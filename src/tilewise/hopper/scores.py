@@ -398,7 +398,8 @@ def agree(agreement, W: gl.constexpr):
 @gluon.jit
 def mark_keys(v_smem, flags_smem):
     """Leave for each key of a tile of v, int32 [N], a number that is not 0 where any value of it is not finite."""
-    for row in gl.static_range(0, v_smem.shape[0], _PIECE):
+    ROWS: gl.constexpr = v_smem.shape[0]
+    for row in gl.static_range(0, ROWS, _PIECE):
         flags_smem.slice(row, _PIECE).store(gl.reduce_or(strange_in(v_smem, row), 1) & _SIGNS)
 
 
