@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.placement import on, processors
 from ..kernels.replay import Tape
+from ..kvcache import is_aligned
 from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
@@ -43,10 +44,7 @@ def high(head_dim: int) -> int:
 
 def addressable(x: torch.Tensor) -> torch.Tensor:
     """`x`, or a copy if TMA cannot address it: strides and start must be multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    steps = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    good = x.storage_offset() % unit == 0 and all(step > 0 and step % unit == 0 for step in steps)
-    return x if good else x.clone(memory_format=torch.contiguous_format)
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=64)

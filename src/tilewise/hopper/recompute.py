@@ -101,7 +101,7 @@ def pairs_of_rows(keys):
 
 @gluon.jit
 def make_bits(shape):
-    """Where `draw` leaves its bits for `kept`: four calls that a warp reads at once lie in other banks."""
+    """Where `draw` leaves its bits for `without_dropped`: four calls that a warp reads at once lie in other banks."""
     CALLS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
     return gl.allocate_shared_memory(gl.int32, [shape.BLOCK_N // 8, shape.BLOCK_M // 4], CALLS)
 

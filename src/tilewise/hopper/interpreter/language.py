@@ -237,24 +237,9 @@ def _fence(*_: Any, **__: Any) -> None:
 
 # What is Triton's but for the layout.
 _COMMON = (
-    *("abs", "arange", "atomic_add", "cast", "cdiv", "exp", "exp2", "expand_dims", "fma", "full", "join", "load"),
-    *(
-        "log",
-        "log2",
-        "max",
-        "maximum",
-        "min",
-        "minimum",
-        "permute",
-        "reshape",
-        "split",
-        "sqrt",
-        "store",
-        "sum",
-        "where",
-        "zeros",
-    ),
-)
+    "abs", "arange", "atomic_add", "cast", "cdiv", "exp", "exp2", "expand_dims", "fma", "full", "join", "load", "log",
+    "log2", "max", "maximum", "min", "minimum", "permute", "reshape", "split", "sqrt", "store", "sum", "where", "zeros",
+)  # fmt: skip
 _LANGUAGE: tuple[tuple[Any, dict[str, Any]], ...] = (
     (
         gl,

@@ -150,15 +150,23 @@ class Machine:
                 break
             chosen = self.random.randrange(choices)
             if chosen >= len(ready):
-                self.transfers.pop(chosen - len(ready))()
+                self._transfer(chosen - len(ready))
             else:
                 self._resume(ready[chosen])
         for task in list(self._tasks):
+            # Something has failed, which ends them.
             self._resume(task)
-        for transfer in self.transfers:
-            transfer()
+        while self.transfers and not self.failed:
+            self._transfer(0)
         if self.failed:
             raise self.failed
+
+    def _transfer(self, at: int) -> None:
+        """Do one of the transfers under way, which belong to no task."""
+        try:
+            self.transfers.pop(at)()
+        except Exception as error:
+            self.failed = error
 
     def _resume(self, task: Task) -> None:
         self._current = task
