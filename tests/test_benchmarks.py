@@ -427,7 +427,7 @@ def document(date: str, device: str, cases: dict[Case, float]) -> dict[str, Any]
         work = Work(10**12, 10**9)
         entries = {"tilewise.triton": entry(True, [ms], work), "cudnn": entry(False, [4.0], work)}
         plain = {"tilewise.triton": entry(True, [3.0], work)} if case.plain() else {}
-        records.append(results.case_record(case, work, entries, plain))
+        records.append(results.record(case.name, case.to_json(), work, entries, plain))
     versions = {"tilewise.triton": "1", "cudnn": "torch 2"}
     return {"date": date, "commit": date[:4], "machine": {"device": device}, "versions": versions, "cases": records}
 

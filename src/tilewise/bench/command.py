@@ -120,13 +120,15 @@ def _run_other(kind: Any, chosen: argparse.Namespace, sets: Sequence[str], devic
             print(case.name)
         return 0
     settings = _settings(chosen, sets, device)
-    document = kind.run(cases, chosen.peers, settings, lambda found: print(kind.line(found), flush=True))
+    document, path = kind.run(cases, chosen.peers, settings, lambda found: print(kind.line(found), flush=True))
     kind.show(document)
-    return _verdict(document)
+    return _verdict(document, path)
 
 
-def _verdict(document: dict[str, Any]) -> int:
-    """Say what of ours is wrong; the exit status."""
+def _verdict(document: dict[str, Any], path: Path | None) -> int:
+    """Say where the results are, and what of ours is wrong; the exit status."""
+    if path is not None and document["cases"]:
+        print(f"wrote {path}")
     wrong = runner.failures(document)
     for text in wrong:
         print(f"WRONG: {text}")
@@ -154,6 +156,4 @@ def run(arguments: Sequence[str] | None) -> int:
     settings = _settings(chosen, sets, device)
     document, path = runner.run(cases, contestants, settings, lambda record: print(report.line(record), flush=True))
     report.show(document)
-    if path is not None and document["cases"]:
-        print(f"wrote {path}")
-    return _verdict(document)
+    return _verdict(document, path)

@@ -7,6 +7,7 @@ of keys and values over time. A wrong result is not timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,13 +101,7 @@ def _enter(
 
 def line(record: Mapping[str, Any]) -> str:
     """A case in one line."""
-    rates = [
-        f"{name} {entry['gb_s']:,.0f}" if entry["status"] == results.TIMED else f"{name} {entry['status']}"
-        for name, entry in record["peers"].items()
-        if entry["status"] != results.UNAVAILABLE
-    ]
-    ratio = "" if record["ratio"] is None else f"  ratio {record['ratio']:.3f} to {record['best_peer']}"
-    return f"{record['name']}: {', '.join(rates)} GB/s{ratio}"
+    return report.line(record, "gb_s", "GB/s")
 
 
 def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
@@ -127,10 +122,10 @@ def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> Non
                 report.NOTHING if record["time_of_plain"] is None else f"{record['time_of_plain']:.0%}",
             ]
         )
-    say(report.heading(dict(document)))
+    say(report.heading(document))
     say(report.plain_table(["case", "us", *names, "ratio", "of copy", "of plain"], rows))
-    for text in report.refusals(dict(document)):
-        say(f"not timed: {text}")
+    for text in report.remarks(document):
+        say(text)
 
 
 def select(names: Sequence[str]) -> list[DecodeCase]:
@@ -158,11 +153,10 @@ def run(
     peers: Sequence[str] | None,
     settings: Settings,
     on_case: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> dict[str, Any]:
-    """Run the cases; the document, which is saved after each case."""
+) -> tuple[dict[str, Any], Path | None]:
+    """Run the cases; the document, and the file that it is in."""
     entrants = named(peers, settings.device)
-    document, _ = records(
+    return records(
         cases, lambda case, bench: run_case(case, entrants, settings, bench), settings, "alternating, graph, cold L2",
         {peer.name: peer.version() for peer in entrants if peer.available() is None}, on_case,
     )  # fmt: skip
-    return document

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .results import TIMED, UNAVAILABLE
@@ -16,7 +16,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _rate(value: float | None) -> str:
-    """TFLOP/s: small rates keep their digits."""
+    """Small rates keep their digits."""
     return _number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 3)
 
 
@@ -24,7 +24,7 @@ def _share(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.0%}"
 
 
-def _contestants(document: dict[str, Any]) -> list[str]:
+def contestants(document: Mapping[str, Any]) -> list[str]:
     """Those that were timed at least once, in the order of entry."""
     timed = dict.fromkeys(
         name for record in document["cases"] for name, entry in record["peers"].items() if entry["status"] == TIMED
@@ -34,7 +34,7 @@ def _contestants(document: dict[str, Any]) -> list[str]:
 
 def columns(document: dict[str, Any]) -> list[str]:
     """Heads of the table."""
-    return ["case", "ms", *_contestants(document), "ratio", "to", "of matmul", "of plain", "MHz", "W"]
+    return ["case", "ms", *contestants(document), "ratio", "to", "of matmul", "of plain", "MHz", "W"]
 
 
 def row(record: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -62,19 +62,19 @@ def _cell(entry: dict[str, Any] | None) -> str:
     return _rate(entry["tflops"]) + (f" ({against[0]:.2f})" if against and not entry["ours"] else "")
 
 
-def line(record: dict[str, Any]) -> str:
-    """A case in one line, for the time while the run goes on."""
+def line(record: Mapping[str, Any], figure: str = "tflops", unit: str = "TFLOP/s") -> str:
+    """A case in one line, for the time while the run goes on: a figure of every contestant's entry."""
     rates = [
-        f"{name} {_rate(entry['tflops'])}" if entry["status"] == TIMED else f"{name} {entry['status']}"
+        f"{name} {_rate(entry[figure])}" if entry["status"] == TIMED else f"{name} {entry['status']}"
         for name, entry in record["peers"].items()
         if entry["status"] != UNAVAILABLE
     ]
     ratio = "" if record["ratio"] is None else f"  ratio {record['ratio']:.3f} to {record['best_peer']}"
-    return f"{record['name']}: {', '.join(rates)} TFLOP/s{ratio}"
+    return f"{record['name']}: {', '.join(rates)} {unit}{ratio}"
 
 
-def refusals(document: dict[str, Any]) -> list[str]:
-    """Who was not timed, and why, each reason once with how many cases it holds for."""
+def remarks(document: Mapping[str, Any]) -> list[str]:
+    """Who was not timed, and why, each reason once with how many cases it holds for; and what was not reached."""
     counts: dict[str, int] = {}
     for record in document["cases"]:
         for name, entry in [*record["peers"].items(), *((f"plain {n}", e) for n, e in record["plain"].items())]:
@@ -82,10 +82,12 @@ def refusals(document: dict[str, Any]) -> list[str]:
                 text = f"{name} {entry['status']}: {entry['reason']}"
                 counts[text] = counts.get(text, 0) + 1
     total = len(document["cases"])
-    return [text if count == total else f"{text} ({count} of {total} cases)" for text, count in counts.items()]
+    said = [text if count == total else f"{text} ({count} of {total} cases)" for text, count in counts.items()]
+    late = [f"not reached in time: {', '.join(document['not_reached'])}"] if document["not_reached"] else []
+    return [f"not timed: {text}" for text in said] + late
 
 
-def heading(document: dict[str, Any]) -> str:
+def heading(document: Mapping[str, Any]) -> str:
     """Machine and ceilings, in a line."""
     where, top = document["machine"], document["ceilings"]
     return (
@@ -102,15 +104,13 @@ LEGEND = (
 
 def show(document: dict[str, Any], say: Callable[[str], None] = print) -> None:
     """Print the table, who was not timed, and what was not reached."""
-    names = _contestants(document)
+    names = contestants(document)
     rows = [row(record, names) for record in document["cases"]]
     say(heading(document))
     _table(columns(document), rows, say)
     say(LEGEND)
-    for text in refusals(document):
-        say(f"not timed: {text}")
-    if document["not_reached"]:
-        say(f"not reached in time: {', '.join(document['not_reached'])}")
+    for text in remarks(document):
+        say(text)
 
 
 def _table(head: list[str], rows: list[list[str]], say: Callable[[str], None]) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import errors
-from .cases import Case
 from .machine import slug
 from .timing import Series, ratio
 
@@ -132,11 +131,6 @@ def compare(entries: Mapping[str, Entry], plain: Mapping[str, Entry]) -> dict[st
         work = (mine.tflops * mine.ms) / (base.tflops * base.ms)
         found["time_of_plain"], found["speed_of_plain"] = faster, faster * work
     return found
-
-
-def case_record(case: Case, work: Work, entries: Mapping[str, Entry], plain: Mapping[str, Entry]) -> dict[str, Any]:
-    """One case of the document."""
-    return record(case.name, case.to_json(), work, entries, plain)
 
 
 def record(

@@ -130,7 +130,7 @@ def run_case(case: Case, peers: Sequence[Peer], settings: Settings, bench: Bench
         for name in contest.calls:
             results.measure(contest.entries[name], series[prefix + name], contest.prepared.work, bench.ceilings)
     plain = contests["plain "].entries if "plain " in contests else {}
-    return results.case_record(case, main.prepared.work, main.entries, plain)
+    return results.record(case.name, case.to_json(), main.prepared.work, main.entries, plain)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import report, results, step_cases
@@ -99,26 +100,12 @@ def run_case(case: StepCase, peers: Sequence[Peer], settings: Settings, bench: B
 
 def line(record: Mapping[str, Any]) -> str:
     """A case in one line."""
-    rates = [
-        f"{name} {entry['tokens_s']:,.0f}" if entry["status"] == results.TIMED else f"{name} {entry['status']}"
-        for name, entry in record["peers"].items()
-        if entry["status"] != results.UNAVAILABLE
-    ]
-    against = "" if record["ratio"] is None else f"  ratio {record['ratio']:.3f} to {record['best_peer']}"
-    return f"{record['name']}: {', '.join(rates)} tokens/s{against}"
+    return report.line(record, "tokens_s", "tokens/s")
 
 
 def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
     """The table of a document: each contestant's tokens per second, and in brackets attention's share of its step."""
-    names = list(
-        dict.fromkeys(
-            name
-            for record in document["cases"]
-            for name, entry in record["peers"].items()
-            if entry["status"] == results.TIMED
-        )
-    )
-    rows = []
+    names, rows = report.contestants(document), []
     for record in document["cases"]:
         mine = record["peers"].get(record["ours"]) or {}
         cells = [record["peers"][name] for name in names]
@@ -134,13 +121,11 @@ def show(document: Mapping[str, Any], say: Callable[[str], None] = print) -> Non
                 record["best_peer"] or report.NOTHING,
             ]
         )
-    say(report.heading(dict(document)))
+    say(report.heading(document))
     say(report.plain_table(["case", "ms", *names, "ratio", "to"], rows))
     say("Contestants: tokens/s (and attention's share of the step). ms: the best of ours.")
-    for text in report.refusals(dict(document)):
-        say(f"not timed: {text}")
-    if document["not_reached"]:
-        say(f"not reached in time: {', '.join(document['not_reached'])}")
+    for text in report.remarks(document):
+        say(text)
 
 
 def run(
@@ -148,11 +133,10 @@ def run(
     peers: Sequence[str] | None,
     settings: Settings,
     on_case: Callable[[dict[str, Any]], None] = lambda record: None,
-) -> dict[str, Any]:
-    """Run the cases; the document, which is saved after each case."""
+) -> tuple[dict[str, Any], Path | None]:
+    """Run the cases; the document, and the file that it is in."""
     entrants = named(peers)
-    document, _ = records(
+    return records(
         cases, lambda case, bench: run_case(case, entrants, settings, bench), settings, "alternating",
         versions(entrants, settings.device), on_case,
     )  # fmt: skip
-    return document
