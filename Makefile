@@ -72,7 +72,7 @@ build/triton-%/.stamp: | setup
 gpu: setup ## Run the tests that need a GPU, and the conformance suite on it. One process: they fill its memory.
 	$(BIN)/python -m pytest -q tests/conformance tests/gpu $(GPU_BACKENDS:%=--backend %) $(ARGS)
 
-sanitize: setup ## Run a few calls under NVIDIA's compute-sanitizer, on a GPU.
+sanitize: setup ## Run every family of kernels under compute-sanitizer, Hopper's under ConSan, on a GPU.
 	$(BIN)/python tools/sanitize.py
 
 check: lint types build test ## Everything that has to hold before a commit.

@@ -148,7 +148,8 @@ def cell(backend: str, call: Call, arguments: dict[str, Any], notes: list[str]) 
     else:
         text, reasons = ("forward", why["backward"]) if why["backward"] else ("yes", [])
     notes += [reason for reason in reasons if reason not in notes]
-    return text + "".join(f"<sup>{notes.index(reason) + 1}</sup>" for reason in reasons)
+    numbers = sorted(notes.index(reason) + 1 for reason in reasons)
+    return text + (f"<sup>{','.join(map(str, numbers))}</sup>" if numbers else "")
 
 
 def table() -> str:
