@@ -423,3 +423,12 @@ def test_a_known_call_enters_few_functions(grad: bool, monkeypatch: pytest.Monke
     # What the backend does has its own test, and the CPU's takes many.
     monkeypatch.setattr(remembered, "forward", lambda tensors: (out.view_as(out), lse.view_as(lse)))
     assert functions_entered(lambda: tilewise.attention(*inputs, causal=True, return_lse=True)) <= FUNCTIONS
+
+
+def test_calls_with_other_gradients_of_scores_are_others() -> None:
+    """Backends differ in whether they make the gradient of ALiBi slopes, so a call with it is remembered by itself."""
+    eager.forget()
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    for needed in (False, True, False):
+        tilewise.attention(q, q, q, alibi_slopes=torch.ones(2, requires_grad=needed))
+    assert sorted(call.problem.options.needs_scores_grad for call in eager._calls.values()) == [False, True]

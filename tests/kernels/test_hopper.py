@@ -22,7 +22,7 @@ from offline import SHARED, Compiled, catching
 import tilewise
 from tilewise import hopper, masks
 from tilewise.arguments import prepare
-from tilewise.hopper import launch, scores, variants
+from tilewise.hopper import launch, unread, variants
 from tilewise.hopper.schedule import Bounds, deal
 from tilewise.kernels import score
 from tilewise.kernels.call import prepare as prepare_records
@@ -293,8 +293,8 @@ def test_keys_that_nobody_sees_are_cut_off() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_what_is_not_finite_is_found_by_its_exponent(dtype: torch.dtype) -> None:
-    """The arithmetic of `scores.strange_signs` and `scores.clean`, for every number of 16 bits in both halves."""
-    exponents, unit = scores.exponent_masks.fn(launch.GLUON[dtype])
+    """The arithmetic of `unread.strange_signs` and `unread.clean`, for every number of 16 bits in both halves."""
+    exponents, unit = unread.exponent_masks.fn(launch.GLUON[dtype])
     halves = torch.arange(1 << 16)
     strange = ~halves.to(torch.int16).view(dtype).isfinite()
     for words, at in ((halves << 16 | 0x3C00, 31), (halves | 0x3C00 << 16, 15)):
@@ -309,7 +309,7 @@ def test_what_is_not_finite_is_found_by_its_exponent(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_times_zero_only_what_is_not_finite_is_nan(dtype: torch.dtype) -> None:
-    """The arithmetic of `scores.sum_of_zeros`, with every number of 16 bits in each of its places but the last."""
+    """The arithmetic of `unread.sum_of_zeros`, with every number of 16 bits in each of its places but the last."""
     numbers = torch.arange(1 << 16).to(torch.int16).view(dtype)
     zeros = torch.zeros_like(numbers)
     for at in range(4):

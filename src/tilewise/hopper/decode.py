@@ -32,7 +32,7 @@ from ..kernels import cache, decode_plan, rotary
 from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LN2, LOG2E, Sequence
-from . import scores
+from . import scores, unread
 from .pipeline import arrived, cta_barrier, produce, release, ring_of, specialize, tma_load
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
@@ -196,7 +196,7 @@ def seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape):
 def poisoned(v_smem, seq, rows, n0, agreement, tree, limits, variant, extra, left, right, shape, W: gl.constexpr):
     """NaN for rows that see something in v which is not finite, else 0; v has none any more."""
     poison = each_row(rows, 0.0)
-    strange = scores.clean(v_smem, agreement, W)
+    strange = unread.clean_together(v_smem, agreement, W)
     if gl.max(strange.to(gl.int32), 0) > 0:
         seen = seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape) & strange[None, :]
         poison = gl.where(gl.max(seen.to(gl.int32), 1) > 0, float("nan"), 0.0)
@@ -398,7 +398,7 @@ def decode_kernel(
     v = make_ring(v_desc, STAGES, shape)
     tile: gl.constexpr = [shape.CONSUMERS, 64, shape.BLOCK_D]
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, gl.NVMMASharedLayout(128, 16, rank=2))
-    agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
+    agreement = unread.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
     fence_async_shared()
     specialize(
         [

@@ -20,11 +20,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..kernels.score import Variant
-from . import scores
+from . import scores, unread
 from .epilogue import store
 from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, specialize, tma_load
 from .products import add, added, as_operand, marred, multiply, packed, scaled
-from .scores import LOOKERS, each_row, score_layout, unit_of
+from .scores import each_row, score_layout, unit_of
+from .unread import LOOKERS
 from .work import (
     Band,
     Work,
@@ -68,13 +69,11 @@ class Consumers(NamedTuple):
     """How consumers agree.
 
     `turns` [consumers, 1] are the barriers by which their matrix products alternate; `flags` int32 [consumers, 4] has
-    a word for each warp of a consumer; `agreement` is for what all of them change, and `findings` what they need not
-    look for (see `scores`).
+    a word for each warp of a consumer; `findings` are what they need not look for (see `unread`).
     """
 
     turns: Any
     flags: Any
-    agreement: Any
     findings: Any
 
 
@@ -109,7 +108,7 @@ def load(io, q, k, v, band, work, variant, extra, shape):
 
 @gluon.jit
 def look(v, findings, band, work, variant, shape):
-    """The looker: finds what is not finite in the values of masked tiles, so that consumers need not look themselves.
+    """The looker: rids the values of masked tiles of what is not finite, so that consumers need not look themselves.
 
     It takes every use in the producer's order and releases it as a consumer does, so no barrier is more than one phase
     from what is waited for, and parity tells. It waits for uses to land alone, which takes releases of uses at least
@@ -127,7 +126,7 @@ def look(v, findings, band, work, variant, shape):
                 v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
                 stage = i % v.STAGES
                 if is_masked(tile, tile.hi - 1 - d):
-                    scores.inspect(v_smem, findings.marks.index(stage))
+                    unread.look_through(v_smem, findings, stage)
                 mbarrier.arrive(findings.done.index(stage), count=1)
                 release(v, i)
                 i += 1
@@ -165,13 +164,13 @@ def hidden(s, seq, tile, rows, j, band, variant, extra, shape):
 
 
 @gluon.jit
-def poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape, W: gl.constexpr):
-    """NaN for rows that see something in v (use i of its ring) which is not finite, else 0; v has none any more."""
+def poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape):
+    """NaN for rows that see something in v (use i of its ring) which was not finite, else 0; the looker has cut it."""
     poison = each_row(rows, 0.0)
     if shape.CLEAN:
-        v_smem = arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
-        if scores.marked(consumers.findings, i, v.STAGES):
-            strange = scores.clean(v_smem, consumers.agreement, W)
+        arrived(v, i, shape.BLOCK_N, shape.BLOCK_DV)
+        if unread.marked(consumers.findings, i, v.STAGES):
+            strange = unread.flagged(consumers.findings.flags.index(i % v.STAGES), shape.BLOCK_N)
             # Asked again: kept from the mask, the answers would cost registers in every tile.
             seen = seen_keys(seq, tile, rows, j, band, variant, extra, shape) & strange[None, :]
             poison = gl.where(gl.max(seen.to(gl.int32), 1) > 0, float("nan"), 0.0)
@@ -238,7 +237,7 @@ def step(
     if band.left is not None or band.right is not None or variant.plan is not None or variant.predicate is not None:
         if masked:
             s = hidden(s, seq, tile, rows, j, band, variant, extra, shape)
-            poison = poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape, W)
+            poison = poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape)
     if variant.fold:
         s = scores.exponents(s, scale, shift)
     p = gl.exp2(s)
@@ -306,7 +305,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     if shape.CLEAN:
         # Last of all: the values land after the keys, and then the looker begins.
         if is_masked(tile, top):
-            poison = poisoned(v, i, seq, tile, rows, top, consumers, band, variant, extra, shape, W)
+            poison = poisoned(v, i, seq, tile, rows, top, consumers, band, variant, extra, shape)
             acc = marred(acc, poison)
             if shape.DV_HIGH != 0:
                 tail = marred(tail, poison)
@@ -367,12 +366,11 @@ def roles(
     k = make_ring(k_desc, STAGES, shape.CONSUMERS)
     # The looker releases values too.
     v = make_ring(v_desc, STAGES, shape.CONSUMERS + shape.CLEAN)
-    agreement, findings = q.full, q.full
+    findings = q.full
     if shape.CLEAN:
-        agreement = scores.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
-        findings = scores.make_findings(STAGES)
+        findings = unread.make_findings(STAGES, shape.BLOCK_N)
     flags = gl.allocate_shared_memory(gl.int32, [shape.CONSUMERS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    consumers = Consumers(make_turns(shape.CONSUMERS), flags, agreement, findings)
+    consumers = Consumers(make_turns(shape.CONSUMERS), flags, findings)
     o_smem = q.tiles
     if not shape.SHARED_O and not shape.DIRECT_O:
         o_smem = gl.allocate_shared_memory(q_desc.dtype, [shape.CONSUMERS] + o_desc.block_type.shape, o_desc.layout)

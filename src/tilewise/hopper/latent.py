@@ -132,8 +132,8 @@ def poisoned(buffers, i, seen, W: gl.constexpr):
     KEYS: gl.constexpr = gl.SliceLayout(0, score_layout(SIZE))
     found = reinterpret(buffers.weights.tiles.index(W), gl.int32, [SIZE // 2, SIZE], LINE)
     left, right = arrived(buffers.left, i, SIZE, HALF), arrived(buffers.right, i, SIZE, HALF)
-    scores.mark_keys(left, found.index(0))
-    scores.mark_keys(right, found.index(1))
+    unread.mark_keys(left, found.index(0), 4)
+    unread.mark_keys(right, found.index(1), 4)
     strange = (found.index(0).load(KEYS) | found.index(1).load(KEYS)) != 0
     unread.clean(left, 4)
     unread.clean(right, 4)

@@ -6,19 +6,10 @@ and key are, and which thread draws its random number.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..kernels import philox, score
-from .pipeline import cta_barrier, reinterpret
-
-# Rows of v, and numbers of 32 bits in a row, that are looked at together: few registers are free in the loop.
-_PIECE = gl.constexpr(32)
-# The signs of two 16-bit numbers, as a signed one of 32 bits.
-_SIGNS = gl.constexpr(0x80008000 - (1 << 32))
 
 
 @gluon.constexpr_function
@@ -33,18 +24,6 @@ def call_layout(n):
     groups = [[0, 4 << bit] for bit in range((n // 32).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0], *groups], lanes, [[16, 0], [32, 0]], [], [64, n // 8])
-
-
-@gluon.constexpr_function
-def word_layout():
-    """Registers of a piece of v, read 16 bytes at a time."""
-    return gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def exponent_masks(dtype):
-    """Of two 16-bit numbers in one of 32 bits: their exponents, and one unit of each."""
-    return (0x7C007C00, 0x04000400) if dtype == gl.float16 else (0x7F807F80, 0x00800080)
 
 
 @gluon.jit
@@ -148,21 +127,27 @@ def dropped(variant, key, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.cons
 @gluon.jit
 def at_least(words, keep):
     """Ones in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535)."""
-    return over(words, keep) * 0xFFFF
+    cut, least = cut_off(words, keep)
+    # The second product is one for all words.
+    return cut * 0xFFFF - least * 0xFFFF
 
 
 @gluon.jit
 def over(words, keep):
-    """1 in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535), else 0.
+    """Likewise 1 in both halves, or 0."""
+    cut, least = cut_off(words, keep)
+    return cut - least
 
-    Cut off to ``keep - 1 .. keep`` it is one of two numbers, both halves at once.
-    """
+
+@gluon.jit
+def cut_off(words, keep):
+    """Both halves of an int32 cut off to ``keep - 1 .. keep``, which leaves one of two numbers; and the lesser."""
     CUT: gl.constexpr = "{ .reg .b32 t; max.u16x2 t, $1, $2; min.u16x2 $0, t, $3; }"
     least = (keep - 1) * 0x10001
     cut = gl.inline_asm_elementwise(
         CUT, "=r,r,r,r", [words, least, keep * 0x10001], dtype=gl.int32, is_pure=True, pack=1
     )
-    return cut - least
+    return cut, least
 
 
 @gluon.jit
@@ -253,174 +238,3 @@ def by_warp(marks):
 def any_warp(flags_smem):
     """Whether a warp has left a mark; the compiler puts the barrier between."""
     return gl.max(flags_smem.load(gl.BlockedLayout([4], [32], [4], [0])), 0) != 0
-
-
-@gluon.jit
-def piece(v_smem, row, part, HEIGHT: gl.constexpr = _PIECE):
-    """HEIGHT rows of a tile of v from `row` on, and of their columns a part, as numbers of 32 bits."""
-    ROWS: gl.constexpr = v_smem.shape[0]
-    WORDS: gl.constexpr = v_smem.shape[1] // 2
-    words_smem = reinterpret(v_smem, gl.int32, [ROWS, WORDS], gl.NVMMASharedLayout(128, 32, rank=2))
-    return words_smem.slice(row, HEIGHT, dim=0).slice(part * _PIECE, _PIECE, dim=1)
-
-
-@gluon.jit
-def strange_signs(words, dtype: gl.constexpr):
-    """Beside other bits, the sign of each half that is not finite: the exponent of no other number overflows."""
-    MASKS: gl.constexpr = exponent_masks(dtype)
-    return (words & MASKS[0]) + MASKS[1]
-
-
-@gluon.jit
-def strange_in(v_smem, row):
-    """Beside other bits, the signs of what is not finite in some rows of a tile of v, each where it is."""
-    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
-    found = gl.zeros([_PIECE, _PIECE], gl.int32, word_layout())
-    for part in gl.static_range(PARTS):
-        found = found | strange_signs(piece(v_smem, row, part).load(word_layout()), v_smem.dtype)
-    return found
-
-
-class Findings(NamedTuple):
-    """What the looker found in the tiles of v, by stage of its ring.
-
-    `done` are barriers [STAGES, 1]; `marks`, int32 [STAGES, warps], are not 0 where a tile holds what is not finite.
-    """
-
-    done: Any
-    marks: Any
-
-
-# Warps that look.
-LOOKERS = gl.constexpr(2)
-
-
-@gluon.jit
-def make_findings(STAGES: gl.constexpr):
-    """Findings about a ring of so many stages."""
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(done.index(stage), count=1)
-    return Findings(done, gl.allocate_shared_memory(gl.int32, [STAGES, LOOKERS], gl.SwizzledSharedLayout(1, 1, 1, [0])))
-
-
-@gluon.constexpr_function
-def looking_layout():
-    """Registers of the looker's part of v: 16 bytes at a time, four rows a warp."""
-    return gl.BlockedLayout([1, 4], [4, 8], [LOOKERS.value, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def sum_of_zeros(dtype):
-    """PTX: the halves of $0 are NaN where those of $1 to $5 are not all finite, for nothing else is NaN times 0.
-
-    Else they are 0 if those of $5 are. One register gathers all: few are left to wait for loads with.
-    """
-    fma = f"fma.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}"
-    start = "{ .reg .b32 t, u, zero; mov.b32 zero, 0;"
-    return f"{start} {fma} t, $1, zero, $2; {fma} u, $3, zero, $4; {fma} t, t, zero, u; {fma} $0, t, zero, $5; }}"
-
-
-@gluon.jit
-def inspect(v_smem, marks_smem):
-    """Leave a mark for each warp that finds in a tile of v what is not finite."""
-    ROWS: gl.constexpr = v_smem.shape[0]
-    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
-    STRIP: gl.constexpr = 4 * LOOKERS
-    INSTRUCTIONS: gl.constexpr = sum_of_zeros(v_smem.dtype)
-    zeros = gl.zeros([STRIP, _PIECE], gl.int32, looking_layout()).reshape([STRIP, _PIECE // 4, 2, 2])
-    found, _ = gl.split(gl.split(zeros)[0])
-    for row in gl.static_range(0, ROWS, STRIP):
-        for part in gl.static_range(PARTS):
-            words = piece(v_smem, row, part, STRIP).load(looking_layout())
-            even, odd = gl.split(words.reshape([STRIP, _PIECE // 4, 2, 2]))
-            w0, w2 = gl.split(even)
-            w1, w3 = gl.split(odd)
-            found = gl.inline_asm_elementwise(
-                INSTRUCTIONS, "=r,r,r,r,r,r", [w0, w1, w2, w3, found], dtype=gl.int32, is_pure=True, pack=1
-            )
-    # What was finite has left zeros of either sign.
-    marks_smem.store(gl.reduce_or((found & ~_SIGNS).reshape([LOOKERS, _PIECE]), 1))
-
-
-@gluon.jit
-def marked(findings, i, STAGES: gl.constexpr):
-    """Whether use i of the ring of v holds what is not finite; waits for the looker.
-
-    Only once it has landed: until then the looker may not even have spoken of the use before it in that stage.
-    """
-    stage = i % STAGES
-    mbarrier.wait(findings.done.index(stage), (i // STAGES) & 1)
-    EVERY: gl.constexpr = gl.BlockedLayout([LOOKERS], [32], [4], [0])
-    return gl.max(findings.marks.index(stage).load(EVERY), 0) != 0
-
-
-class Agreement(NamedTuple):
-    """Where consumers wait for each other before a tile is changed that all of them read.
-
-    `barrier` counts them; `turns` has for each how often it came by, int32 [consumers, 1], and `flags` what it found in
-    the rows of the tile, int32 [consumers, N].
-    """
-
-    barrier: Any
-    turns: Any
-    flags: Any
-
-
-@gluon.constexpr_function
-def one_layout():
-    """Registers of a tensor of one element."""
-    return gl.BlockedLayout([1], [32], [4], [0])
-
-
-@gluon.jit
-def make_agreement(CONSUMERS: gl.constexpr, ROWS: gl.constexpr):
-    """An agreement of so many consumers on tiles of so many rows."""
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier.index(0), count=CONSUMERS)
-    turns = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], LINE)
-    for consumer in gl.static_range(CONSUMERS):
-        turns.index(consumer).store(gl.zeros([1], gl.int32, one_layout()))
-    return Agreement(barrier, turns, gl.allocate_shared_memory(gl.int32, [CONSUMERS, ROWS], LINE))
-
-
-@gluon.jit
-def agree(agreement, W: gl.constexpr):
-    """Consumer W has read; return when all have."""
-    turn_smem = agreement.turns.index(W)
-    turns = turn_smem.load(one_layout())
-    mbarrier.arrive(agreement.barrier.index(0), count=1)
-    mbarrier.wait(agreement.barrier.index(0), gl.max(turns, 0) & 1)
-    turn_smem.store(turns + 1)
-
-
-@gluon.jit
-def mark_keys(v_smem, flags_smem):
-    """Leave for each key of a tile of v, int32 [N], a number that is not 0 where any value of it is not finite."""
-    ROWS: gl.constexpr = v_smem.shape[0]
-    for row in gl.static_range(0, ROWS, _PIECE):
-        flags_smem.slice(row, _PIECE).store(gl.reduce_or(strange_in(v_smem, row), 1) & _SIGNS)
-
-
-@gluon.jit
-def clean(v_smem, agreement, W: gl.constexpr):
-    """Make 0 what is not finite in a tile of v, of which 0 · NaN would make NaN where nothing is seen.
-
-    Returns which keys had any, bool [N]. Every consumer comes here for the same tiles: each has looked before any of
-    them writes, and all write the same.
-    """
-    ROWS: gl.constexpr = v_smem.shape[0]
-    PARTS: gl.constexpr = v_smem.shape[1] // 2 // _PIECE
-    flags_smem = agreement.flags.index(W)
-    mark_keys(v_smem, flags_smem)
-    agree(agreement, W)
-    for row in gl.static_range(0, ROWS, _PIECE):
-        for part in gl.static_range(PARTS):
-            words = piece(v_smem, row, part).load(word_layout())
-            # Bits 0 and 16, each spread over its half.
-            halves = ((strange_signs(words, v_smem.dtype) >> 15) & 0x00010001) * 0xFFFF
-            piece(v_smem, row, part).store(words & ~halves)
-    fence_async_shared()
-    cta_barrier()
-    return flags_smem.load(gl.SliceLayout(0, score_layout(ROWS))) != 0
