@@ -107,7 +107,7 @@ def make_bits(shape):
 
 
 @gluon.jit
-def dropped(variant, key, b, h, rows, calls, heads):
+def dropped_by_call(variant, key, b, h, rows, calls, heads):
     """For each Philox call, for eight keys of a row, which dropout makes 0 (see `tilewise.dropout`): of key 2i + j, bit
     i of half j. `key` are the halves of the seed.
     """
@@ -122,7 +122,7 @@ def dropped(variant, key, b, h, rows, calls, heads):
 
 @gluon.jit
 def draw(variant, key, b, h, m0, n0, heads, bits_smem, shape):
-    """Leave the bits of `dropped` for a tile of rows from m0 and keys from n0, transposed.
+    """Leave the bits of `dropped_by_call` for a tile of rows from m0 and keys from n0, transposed.
 
     A word has a byte for each of the rows i, i + 8, i + 1 and i + 9, which are one thread's; its bits are keys 0, 2, 4,
     6, 1, 3, 5, 7 of the call.
@@ -131,7 +131,7 @@ def draw(variant, key, b, h, m0, n0, heads, bits_smem, shape):
     places = gl.arange(0, shape.BLOCK_M, gl.SliceLayout(0, CALLS))
     rows = m0 + (places & ~15) + (places & 1) * 8 + ((places >> 1) & 1) + ((places >> 1) & 6)
     calls = n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(1, CALLS))
-    bits = dropped(variant, key, b, h, rows[None, :], calls[:, None], heads)
+    bits = dropped_by_call(variant, key, b, h, rows[None, :], calls[:, None], heads)
     bits = (bits | (bits >> 12)) & 0xFF
     words = (bits << ((places & 3) * 8)[None, :]).reshape([shape.BLOCK_N // 8, shape.BLOCK_M // 4, 4])
     bits_smem.store(gl.sum(words, 2))
@@ -167,7 +167,7 @@ def without_dropped_of_rows(p32, variant, key, b, h, m0, n0, heads, shape):
     rows = (m0 + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(1, CALLS)))[:, None]
     calls = (n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(0, CALLS)))[None, :]
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, OF)))[None, None, :]
-    words = dropped(variant, key, b, h, rows, calls, heads)[:, :, None] << (7 - pair)
+    words = dropped_by_call(variant, key, b, h, rows, calls, heads)[:, :, None] << (7 - pair)
     marks = spread_signs(words, 0).reshape([shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4]).permute([0, 1, 3, 2])
     return p32 & ~gl.convert_layout(marks.reshape([shape.BLOCK_M, shape.BLOCK_N // 2]), PACKED, assert_trivial=True)
 
