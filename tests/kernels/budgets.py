@@ -122,3 +122,5 @@ DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
     (128, 128): (Budget(560), Budget(545, 1, 300)),
     (128, 256): (Budget(515, 6, 790), Budget(510, 12, 700)),
 }
+# Of latents on Hopper: a tile that the warpgroup has scored, without what the other one has.
+HOPPER_LATENT: tuple[Budget, Budget] = (Budget(500, 2, 300), Budget(600, 8, 600))

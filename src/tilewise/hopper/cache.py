@@ -98,7 +98,7 @@ def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, t
     return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
 
 
-def _described(call: CacheCall) -> list[Any]:
+def _described(call: CacheCall, tape: Tape) -> list[Any]:
     """Descriptors of both caches, of latents of their three parts; where there is no slot, of one that is never read.
 
     A call like an earlier one may come with a cache that begins elsewhere: `addressable` copies what TMA cannot reach.
@@ -110,7 +110,8 @@ def _described(call: CacheCall) -> list[Any]:
     if not is_latent(call.problem):
         return [launch.descriptor(x, rows, launch.block(x.shape[3])) for x in caches]
     half, whole = HALF.value, LATENT.value
-    parts = [caches[0][..., first:last] for first, last in ((0, half), (half, whole), (whole, None))]
+    bounds = ((0, half), (half, whole), (whole, None))
+    parts = [tape.part(caches[0][..., first:last], caches[0]) for first, last in bounds]
     return [launch.descriptor(x, rows, columns) for x, columns in zip(parts, (half, half, SIZE.value), strict=True)]
 
 
@@ -123,7 +124,7 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     kernel, stages = (latent_kernel, ()) if one else (decode_kernel, (config.num_stages,))
     *registers, most = _REGISTERS[2 if one else config.block_m // ROWS, config.programs]
     arguments = (
-        rows_of(inputs.q, packed), *_described(call), rows_of(results[0], packed), results[1], parts, call.slots,
+        rows_of(inputs.q, packed), *_described(call, tape), rows_of(results[0], packed), results[1], parts, call.slots,
         call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work, stat_rows(call), call.rope_length,
         left, right, gl.constexpr(call.early), *stages, *registers,
     )  # fmt: skip
