@@ -1,8 +1,8 @@
 """Calls seen before: in eager mode, a call like an earlier one skips every check and choice that the earlier one took.
 
 The key of a call is all that they look at: shapes, strides, dtypes and devices of its tensors, whether it needs a
-gradient, and the options with their types (1 == True). What is looked up is the problem, the backend chosen for it and
-its launch. Only values are looked at anew: lengths on the CPU, the seed of dropout.
+gradient, of bias or slopes too, and the options with their types (1 == True). What is looked up is the problem, the
+backend chosen for it and its launch. Only values are looked at anew: lengths on the CPU, the seed of dropout.
 
 *Not here*, and so on the long way through the operator: options that hold tensors or functions, subclasses of tensors,
 and everything that watches or rewrites operators (compilation, transforms, modes, tracing).
