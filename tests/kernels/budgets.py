@@ -122,5 +122,5 @@ DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
     (128, 128): (Budget(560), Budget(545, 1, 300)),
     (128, 256): (Budget(515, 6, 790), Budget(510, 12, 700)),
 }
-# Of latents on Hopper: a tile that the warpgroup has scored, without what the other one has.
-HOPPER_LATENT: tuple[Budget, Budget] = (Budget(500, 2, 300), Budget(600, 8, 600))
+# Of latents on Hopper: a tile that a warpgroup has scored, and of warpgroup 1 what the other has.
+HOPPER_LATENT: tuple[Budget, Budget] = (Budget(555, 2), Budget(650, 8, 600))

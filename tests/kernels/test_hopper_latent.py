@@ -27,8 +27,10 @@ from tilewise.kvcache import CacheInputs, CacheProblem
 
 ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
 Options = dict[str, Any]
-# Matrix instructions of a warpgroup for a tile of its own: 576 dims of 64 keys, and 64 keys of its half of the values.
-PRODUCTS = 576 // 16 + 64 // 16
+# Matrix instructions for a tile of a warpgroup's own: 576 dims of 64 keys, and 64 keys of its half of the values.
+OWN = 576 // 16 + 64 // 16
+# With the other's values: of warpgroup 0 these are behind a branch, for before its first tile there is none.
+BOTH = OWN + 64 // 16
 
 
 def posed(
@@ -57,9 +59,17 @@ def compiled(*args: Any, **options: Any) -> list[Compiled]:
 def test_tile(elsewhere: None, page_size: int | None) -> None:  # noqa: F811 - a fixture
     kernel = compiled(page_size=page_size, causal=True)[0]
     assert kernel.kernel == "latent_kernel"
-    found = loops.hot_loops(kernel.cubin, PRODUCTS)
-    assert len(found) == 2
-    check_budget(kernel, found, budgets.of(budgets.HOPPER_LATENT))
+    found = [loops.hot_loops(kernel.cubin, products) for products in (OWN, BOTH)]
+    assert list(map(len, found)) == [1, 1]
+    check_budget(kernel, found[0] + found[1], budgets.of(budgets.HOPPER_LATENT))
+
+
+def test_warpgroup_1_computes_weights_while_it_multiplies(elsewhere: None) -> None:  # noqa: F811 - a fixture
+    (loop,) = loops.hot_loops(compiled(page_size=64)[0].cubin, BOTH)
+    waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
+    # For nothing yet, for scores, for the other's values, for its own.
+    assert [loop[i].split()[-1] for i in waits] == ["0x3", "0x1", "0x0", "0x0"]
+    assert sum("MUFU.EX2" in text for text in loop[waits[1] : waits[2]]) >= 32
 
 
 def test_a_tile_arrives_by_tma_once_for_both_products(elsewhere: None) -> None:  # noqa: F811 - a fixture

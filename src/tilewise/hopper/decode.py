@@ -9,7 +9,7 @@ the kernel in plain Triton (`kernels.decode_plan`); pieces that are no whole ite
 HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per program.
 
 *Handles* caches in q's dtype, of rows or of pages that TMA can address (`cache`), with every option of
-`kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, latent caches (MLA), appending, merging.
+`kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, values that are part of the keys (`latent`), appending, merging.
 
 Source: FlashAttention-3 (Shah et al., 2024), section 3.1, for the roles; Flash-Decoding (Dao et al., 2023).
 """
@@ -114,9 +114,13 @@ def fill(ring, desc, i, row, slot, h, pages, shape):
 
 
 @gluon.jit
-def load(rings, descs, slots, mine, limits, work, left, right, shape):
-    """The producer: the tiles of all pieces of a program, one after the other, each as a use of every ring."""
+def load(rings, descs, slots, mine, limits, work, left, right, shape, PAIRED: gl.constexpr):
+    """The producer: the tiles of all pieces of a program, one after the other, each as a use of every ring.
+
+    PAIRED: rings have two stages, and every piece begins with the first; its uses are even, those of the second odd.
+    """
     RINGS: gl.constexpr = len(rings)
+    skipped = 0
     program = gl.program_id(0)
     i = 0
     unit = mine.first
@@ -140,9 +144,15 @@ def load(rings, descs, slots, mine, limits, work, left, right, shape):
                 if shape.PAGE > 0:
                     # The pages of the next tile are on their way while this one waits for its stage.
                     pages = pages_of(slots, group.seq, n0 + shape.BLOCK_N, span.first, span.last, limits, shape)
+                use = i
+                if PAIRED:
+                    use = i - (i & 1) * skipped
                 for part in gl.static_range(RINGS):
-                    fill(rings[part], descs[part], i, row, group.seq.k_start + n0, h, here, shape)
+                    fill(rings[part], descs[part], use, row, group.seq.k_start + n0, h, here, shape)
                 i += 1
+            if PAIRED:
+                skipped += 2 * (i & 1)
+                i += i & 1
             unit = piece.stop
         if unit >= begin + width:
             begin += width
@@ -416,7 +426,7 @@ def decode_kernel(
                     variant, extra, stat_rows, rope_length, left, right, shape, 1,
                 ),
             ),
-            (load, ((k, v), (k_desc, v_desc), slots, mine, limits, work, left, right, shape)),
+            (load, ((k, v), (k_desc, v_desc), slots, mine, limits, work, left, right, shape, False)),
         ],
         [4 * (shape.CONSUMERS - 1), 1],
         [CONSUMER_REGS, PRODUCER_REGS],

@@ -47,6 +47,8 @@ SIZE = gl.constexpr(64)
 LATENT, HALF = gl.constexpr(512), gl.constexpr(256)
 # Tiles in shared memory: one for each warpgroup.
 TILES = gl.constexpr(2)
+# Groups of matrix instructions for the scores of a tile: one for each part.
+_GROUPS = gl.constexpr(3)
 # A reference may be behind a maximum by so much, in base 2: fp16 holds such weights.
 _SLACK = gl.constexpr(8.0)
 
@@ -142,18 +144,26 @@ def poisoned(buffers, i, seen, W: gl.constexpr):
 
 @gluon.jit
 def add(acc, buffers, i, W: gl.constexpr):
-    """Weights times values of tile i, for the dims of warpgroup W: they are added, and its part of the tile is free."""
+    """Weights times values of tile i, for the dims of warpgroup W, asynchronously."""
     ring = half_of(buffers, W)
     v_smem = arrived(ring, i, SIZE, HALF)
-    acc = warpgroup_mma(buffers.weights.tiles.index(i % ring.STAGES), v_smem, acc, is_async=True)
+    return warpgroup_mma(buffers.weights.tiles.index(i % ring.STAGES), v_smem, acc, is_async=True)
+
+
+@gluon.jit
+def added(acc, buffers, i, W: gl.constexpr):
+    """What `add` returned, once it is there; this part of the tile is free."""
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(ring, i)
+    release(half_of(buffers, W), i)
     return acc
 
 
 @gluon.jit
-def follow(state, buffers, i, W: gl.constexpr):
-    """Add tile i, of which the other warpgroup has computed weights, after what it did to the reference."""
+def told(state, s, buffers, i, W: gl.constexpr):
+    """The state after what tile i, of the other warpgroup, does to the reference; its weights are there.
+
+    `s` may be under way: nothing else that products have made is changed before it is there.
+    """
     acc, scale, shift, l_i = state
     OTHER: gl.constexpr = 1 - W
     mbarrier.wait(buffers.weights.full.index(OTHER), (i // buffers.weights.STAGES) & 1)
@@ -161,16 +171,26 @@ def follow(state, buffers, i, W: gl.constexpr):
         ROWS: gl.constexpr = scale.type.layout
         scale, shift = buffers.scales.index(OTHER).load(ROWS), buffers.shifts.index(OTHER).load(ROWS)
         alpha = buffers.factors.index(OTHER).load(ROWS)
+        s = warpgroup_mma_wait(0, deps=(s,))
         l_i = l_i * scores.spread(alpha, l_i)
         acc = scaled(acc, alpha)
-    acc = add(acc, buffers, i, W)
+    return (acc, scale, shift, l_i), s
+
+
+@gluon.jit
+def follow(state, buffers, i, W: gl.constexpr):
+    """Add tile i, of which the other warpgroup has computed weights."""
+    none = gl.zeros([SIZE, SIZE], gl.float32, score_layout(SIZE))
+    state, _ = told(state, none, buffers, i, W)
+    acc, scale, shift, l_i = state
+    acc = added(add(acc, buffers, i, W), buffers, i, W)
     release(buffers.weights, i)
     return acc, scale, shift, l_i
 
 
 @gluon.jit
 def products(buffers, q_rest, i):
-    """``S = Q K^T`` of tile i, [M, N]; each part is multiplied once it has landed."""
+    """``S = Q K^T`` of tile i, [M, N], asynchronously; each part is multiplied once it has landed."""
     # The first, and only: were that known, descriptors of q would be made before the loop, and spilled.
     q_smem = buffers.q.index(i >> 30)
     zero = gl.zeros([SIZE, SIZE], gl.float32, score_layout(SIZE))
@@ -180,8 +200,6 @@ def products(buffers, q_rest, i):
     s = warpgroup_mma(q_smem.slice(0, HALF, dim=1), k_smem.permute((1, 0)), s, is_async=True)
     k_smem = arrived(buffers.right, i, SIZE, HALF)
     s = warpgroup_mma(q_smem.slice(HALF, HALF, dim=1), k_smem.permute((1, 0)), s, is_async=True)
-    s, _ = warpgroup_mma_wait(0, deps=(s, q_rest))
-    release(buffers.rope, i)
     return s
 
 
@@ -199,12 +217,27 @@ def publish(buffers, p, scale, shift, alpha, moves, i, W: gl.constexpr):
 
 @gluon.jit
 def step(
-    state, q_rest, buffers, seq, rows, j, i, span, tree, limits, variant, extra, left, right, shape, W: gl.constexpr
+    state, q_rest, buffers, seq, rows, j, i, before, span, tree, limits, variant, extra, left, right, shape,
+    W: gl.constexpr,
 ):  # fmt: skip
-    """Tile j of the keys, use i of the rings, by the warpgroup whose turn it is."""
-    acc, scale, shift, l_i = state
+    """Tile j of the keys, use i of the rings, by the warpgroup whose turn it is.
+
+    Warpgroup 0 has added the tile before it, use `before`. Warpgroup 1 does so here, while it computes weights: it has
+    multiplied already when those of the other arrive, so that weights never wait for two products in a row.
+    """
     n0 = j * SIZE
     s = products(buffers, q_rest, i)
+    if W == 1:
+        # All of its groups may be under way; what is waited for is a value that a branch can hand on.
+        s, q_rest = warpgroup_mma_wait(_GROUPS, deps=(s, q_rest))
+        state, s = told(state, s, buffers, before, W)
+        acc, scale, shift, l_i = state
+        acc = add(acc, buffers, before, W)
+        s, acc, q_rest = warpgroup_mma_wait(1, deps=(s, acc, q_rest))
+    else:
+        acc, scale, shift, l_i = state
+        s, q_rest = warpgroup_mma_wait(0, deps=(s, q_rest))
+    release(buffers.rope, i)
     masked = (j < span.full_lo) | (j >= span.full_hi)
     if variant.predicate is not None:
         masked = j >= span.lo
@@ -229,18 +262,21 @@ def step(
         seen = seen_keys(seq, rows, n0, tree, limits, variant, extra, left, right, shape)
         p = p + poisoned(buffers, i, seen, W)[:, None]
     publish(buffers, p, scale, shift, alpha, moves, i, W)
+    if W == 1:
+        acc = added(acc, buffers, before, W)
+        release(buffers.weights, before)
     if scores.any_warp(buffers.moved.index(W)):
         acc = scaled(acc, alpha)
-    return add(acc, buffers, i, W), scale, shift, l_i
+    return added(add(acc, buffers, i, W), buffers, i, W), scale, shift, l_i
 
 
 @gluon.jit
 def attend(
-    q_rest, buffers, piece, group, h, i, tree, limits, variant, extra, left, right, shape, W: gl.constexpr
+    q_rest, buffers, piece, group, h, uses, tree, limits, variant, extra, left, right, shape, W: gl.constexpr
 ):  # fmt: skip
     """Half of the output, not yet divided by the sums of weights, of an item over a piece of its keys.
 
-    Returns the state, the packed rows and their heads, and the next use of the rings.
+    `uses` are the next ones of both stages of the rings. Returns the state, the packed rows, their heads, and `uses`.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, score_layout(SIZE))
     packed = packed_of(group.row0, 0, ROWS)
@@ -256,17 +292,28 @@ def attend(
     scale, shift = each_row(rows, 0.0) + unit, each_row(rows, float("-inf"))
     sums = scores.partial_sums(gl.zeros([SIZE, SIZE], gl.float32, score_layout(SIZE)))
     state = acc, scale, shift, sums
-    stop = i + span.hi - span.lo
-    for use in range(i + ((i ^ W) & 1), stop, buffers.weights.STAGES):
-        if use > i:
-            state = follow(state, buffers, use - 1, W)
+    own, other = uses[W], uses[1 - W]
+    tiles = span.hi - span.lo
+    for d in range(W, tiles, TILES):
+        if W == 0:
+            if d > 0:
+                state = follow(state, buffers, other - TILES, W)
         state = step(
-            state, q_rest, buffers, seq, rows, span.lo + use - i, use, span, tree, limits, variant, extra, left, right,
+            state, q_rest, buffers, seq, rows, span.lo + d, own, other, span, tree, limits, variant, extra, left, right,
             shape, W,
         )  # fmt: skip
-    if (stop > i) & (((stop - 1) & 1) != W):
-        state = follow(state, buffers, stop - 1, W)
-    return state, packed, heads, stop
+        own += TILES
+        other += TILES
+    # The last tile, if it is the other's.
+    if W == 0:
+        if (tiles > 0) & (tiles % 2 == 0):
+            state = follow(state, buffers, other - TILES, W)
+        uses = own, other - TILES * (tiles & 1)
+    else:
+        if tiles % 2 != 0:
+            state = follow(state, buffers, other, W)
+        uses = other + TILES * (tiles & 1), own
+    return state, packed, heads, uses
 
 
 @gluon.jit
@@ -300,7 +347,8 @@ def compute(
 ):  # fmt: skip
     """Warpgroup W: its tiles of every item, and its half of every output."""
     program, programs = gl.program_id(0), gl.num_programs(0)
-    i = 0
+    even = 0
+    odd = 1
     unit = mine.first
     g = mine.group
     begin = mine.begin
@@ -316,9 +364,10 @@ def compute(
             start = begin + h * group.units
             piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             q_rest = fetch_all(q, buffers, group, h, slots, rope, rope_length, limits, shape, W)
-            state, packed, heads, i = attend(
-                q_rest, buffers, piece, group, h, i, tree, limits, variant, extra, left, right, shape, W
+            state, packed, heads, uses = attend(
+                q_rest, buffers, piece, group, h, (even, odd), tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
+            even, odd = uses
             o, lse_rows = merged(state, buffers, sink_of(sinks, heads, piece), variant, W)
             store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, 0, W * HALF)
             if piece.is_first & (piece.slot >= 0):
@@ -376,7 +425,7 @@ def latent_kernel(
                     stat_rows, rope_length, left, right, shape, 1,
                 ),
             ),
-            (load, (rings, descs, slots, mine, limits, work, left, right, shape)),
+            (load, (rings, descs, slots, mine, limits, work, left, right, shape, True)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],
