@@ -138,10 +138,14 @@ def cache(
 
 
 @torch.no_grad()
-def latent_cache() -> None:
+def latent_cache(rows: int = 1, by: Any = None, **options: Any) -> None:
     """MLA: the values are the first dims of the keys."""
-    k = drawn(2, 96, 1, 576)
-    finite(tilewise.attention_with_kvcache(drawn(2, 1, 16, 576), k, k[..., :512], cache_seqlens=int32((96, 50))))
+    k = drawn(2, 196, 1, 576)
+    given = (drawn(2, rows, HEADS * 4, 576), k, k[..., :512], int32((196, 50)))
+    if by is None:
+        finite(tilewise.attention_with_kvcache(*given[:3], cache_seqlens=given[3], **options))
+    else:
+        finite(by.attend_cache(*prepare_cache(*given, **options))[0])
 
 
 def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -186,6 +190,8 @@ CELLS: dict[str, dict[str, Callable[[], None]]] = {
         "chunk": partial(cache, by=hopper, rows=20, causal=True, window=(50, 0)),
         "two warpgroups": partial(cache, by=hopper, rows=40, page_size=32, causal=True),
         "wide": partial(cache, by=hopper, dims=(256, 256)),
+        "latent": partial(latent_cache, by=hopper),
+        "latent in parts": partial(latent_cache, 20, by=hopper, causal=True, split_size=128),
     },
     "hopper-forward": {
         "full": hopper_forward,

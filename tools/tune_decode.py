@@ -58,6 +58,7 @@ KINDS: dict[str, tuple[tuple[DecodeCase, ...], list[Sizes]]] = {
     "rows": ((DecodeCase(16, 8192, rows=4), DecodeCase(16, 8192, rows=16)), [*FEW[:2], *MANY]),
     "chunk": ((DecodeCase(4, 8192, rows=512),), CHUNK),
     "hopper": ((*decode_cases.ANCHORS, *decode_cases.PAGED), HOPPER),
+    "hopper_latent": (decode_cases.LATENT, [("hopper", 64, 64, 4, 2, 0, 1), LATENT[0]]),
     "hopper_chunk": (
         (DecodeCase(4, 8192, rows=512),),
         [("hopper", 128, 128, 4, 3, 0, 1), ("hopper", 128, 64, 4, 4, 0, 1), *CHUNK],

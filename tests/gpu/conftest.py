@@ -8,6 +8,7 @@ _CAN = torch.cuda.is_available()
 _HOPPER = _CAN and torch.cuda.get_device_capability() == (9, 0)
 _NEEDS = {
     "test_devices.py": torch.cuda.device_count() >= 2,
+    "test_hopper_latent.py": _HOPPER,
     "test_hopper_memory.py": _HOPPER,
     "test_races.py": _HOPPER,
 }

@@ -20,10 +20,11 @@ from test_recompiles import assert_one_key
 from test_replay import Machine, machine  # noqa: F401 - a fixture
 
 import tilewise
-from tilewise import hopper, masks
+from tilewise import eager_cache, errors, hopper, masks
 from tilewise.cache_arguments import prepare
 from tilewise.hopper import cache
 from tilewise.kvcache import CacheInputs, CacheProblem
+from tilewise.tiles import TileConfig
 
 ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
 Options = dict[str, Any]
@@ -140,6 +141,11 @@ def test_what_it_declines_is_said() -> None:
     assert cache.unsupported_reasons(on_hopper(posed(page_size=12)[0])) == ["pages of 12; TMA takes multiples of 8"]
 
 
+def test_there_is_one_tile() -> None:
+    with pytest.raises(errors.ArgumentError, match=r"tile: got TileConfig.*block_n=32.* alone for latents"):
+        hopper.attend_cache(*posed(), TileConfig(64, 32, 4, 2, programs=1))
+
+
 @pytest.mark.parametrize("dims", [(576, 256), (512, 512), (576, 512)], ids=str)
 def test_other_caches_with_wide_heads_are_declined(dims: tuple[int, int]) -> None:
     """Values of other dims, or apart from the keys."""
@@ -157,3 +163,13 @@ def test_values_in_the_keys_are_told_from_others() -> None:
     assert prepare(q, k, k[..., :64], lengths)[0].latent
     for v in others.values():
         assert not prepare(q, k, v, lengths)[0].latent
+
+
+def test_a_call_with_values_apart_is_not_taken_for_one_with_a_latent() -> None:
+    """All else, shapes and strides too, is alike."""
+    q, lengths = torch.zeros(2, 1, 4, 96), torch.ones(2, dtype=torch.int32)
+    k = torch.zeros(2, 70, 1, 96)
+    eager_cache.forget()
+    for v in (k[..., :64], k.clone()[..., :64]) * 2:
+        tilewise.attention_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert [call._problem.latent for call in eager_cache._calls.values()] == [True, False]

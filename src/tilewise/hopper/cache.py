@@ -65,11 +65,16 @@ def unproven_reasons(problem: CacheProblem) -> list[str]:
     return ["a key/value cache: its kernel has not been held to the oracle on a GPU yet"]
 
 
+def _tile_of_latents(problem: CacheProblem) -> TileConfig:
+    """The one that the kernel is written for."""
+    return lookup("hopper", "latent", problem.attention.dtype, problem.attention.head_dim)
+
+
 def tile(problem: CacheProblem) -> TileConfig:
     """One warpgroup's rows where the longest sequence has no more packed ones, else two; of latents always one's."""
     call = problem.attention
     if is_latent(problem):
-        return lookup("hopper", "latent", call.dtype, call.head_dim)
+        return _tile_of_latents(problem)
     rows = ROWS if call.seqlen_q * call.group_size <= ROWS else 2 * ROWS
     return lookup("hopper", f"decode {rows}", call.dtype, max(call.head_dim, call.head_dim_v))
 
@@ -95,6 +100,9 @@ def shape(call: CacheCall) -> Shape:
 
 def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape) -> Results:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
+    if is_latent(problem) and tile != _tile_of_latents(problem):
+        fix = "leave the tile out"
+        errors.fail(errors.ArgumentError, "tile", tile, f"{_tile_of_latents(problem)} alone for latents", fix)
     return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
 
 
