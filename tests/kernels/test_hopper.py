@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ import tilewise
 from tilewise import hopper, masks
 from tilewise.arguments import prepare
 from tilewise.hopper import launch, unread, variants
-from tilewise.hopper.schedule import Bounds, deal
+from tilewise.hopper.schedule import Bounds, deal, deal_nearby
 from tilewise.kernels import score
 from tilewise.kernels.call import prepare as prepare_records
 from tilewise.mask_algebra import Frame, interval
@@ -267,6 +268,33 @@ def test_every_tile_is_dealt_once_and_no_program_waits_long(bounds: Bounds) -> N
     # Graham's bound for the longest-first rule, against the lower bounds of any schedule.
     best = max(float(loads.sum()) / programs, float(lengths.max()))
     assert float(loads.max()) <= 4 / 3 * best + 1e-6
+
+
+@pytest.mark.parametrize("together", [1, 3, 12])
+@pytest.mark.parametrize("bounds", BANDS, ids=str)
+def test_pairs_in_groups_have_every_tile_once(bounds: Bounds, together: int) -> None:
+    pairs, programs = 12, 7
+    dealt = deal_nearby(bounds, 128, 64, pairs, programs, torch.device("cpu"), together)
+    numbers = dealt.table[dealt.table >= 0]
+    assert sorted(numbers.tolist()) == list(range(pairs * -(-bounds.len_q // 128)))
+    assert bool((dealt.table[-1] < 0).all())
+
+
+@pytest.mark.parametrize("right, most", [(None, 1.1), (0, 1.6)], ids=["full", "causal"])
+def test_keys_come_from_memory_about_once(right: int | None, most: float) -> None:
+    """256 pairs of 1024 keys of half a MiB, where 32 MiB stay in L2: their own 128 MiB are read, and little more."""
+    bounds = Bounds(1024, 1024, 0, None, right)
+    dealt = deal_nearby(bounds, 128, 128, 256, 132, torch.device("cpu"), 32)
+    last: OrderedDict[int, None] = OrderedDict()
+    missed = 0
+    for number in (int(x) for x in dealt.table.flatten() if x >= 0):
+        if number // 8 not in last:
+            missed += bounds.key_tiles(number % 8 * 128, 128, 128)
+        last[number // 8] = None
+        last.move_to_end(number // 8)
+        if len(last) > 64:
+            last.popitem(last=False)
+    assert missed <= most * 256 * 8
 
 
 @pytest.mark.parametrize("bounds", BANDS, ids=str)

@@ -22,10 +22,11 @@ from . import launch
 from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
+from .launch import Tiles
 from .schedule import Bounds, Dealt, deal, deal_in_turn
 from .statistics import first_stat, round_kernel, row_kernel
 from .turns import Turns
-from .variants import Listed, Members, Tiles, by_length, by_plan, is_band, matrices
+from .variants import Listed, Members, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
@@ -233,7 +234,7 @@ def _listed(
     off = int(p.offset(p.seqlen_q, p.seqlen_k))
     if of_rows:
         seen = Bounds(length, others, off, left, right)
-        dealt = deal(seen, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device)
+        dealt = launch.deal_rows(p, seen, tiles)
     else:
         dealt, _ = _keys_dealt(call, tile)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)

@@ -17,12 +17,14 @@ from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 from .forward import forward_kernel
-from .schedule import Bounds, Dealt, deal
+from .schedule import Bounds, Dealt, deal_nearby
 from .work import Shape
 
 ROWS = 64  # of one warpgroup
 # A third consumer pays for the wider tile's edges once a row sees so many keys (docs/tuning.md).
 _LONG = 4096
+# The keys and values of the heads at work at once are to stay in this much of L2, in bytes, beside their q and o.
+_L2 = 16 << 20
 GLUON = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 # Warps of 2 or 3 consumer warpgroups and the producer's padded one share 64 Ki registers; `maxnreg` is the entry's.
 _REGISTERS = {2: (24, 240, 168), 3: (32, 160, 128)}
@@ -88,6 +90,24 @@ def plain_tile(problem: Problem) -> TileConfig:
     return tile_of(problem, bounds(problem)[0].middle_keys())
 
 
+class Tiles(NamedTuple):
+    """Heads, or stacks of heads, that have tiles of their own; positions and keys of a tile."""
+
+    heads: int
+    block_m: int
+    block_n: int
+
+
+def deal_rows(problem: Problem, band: Bounds, tiles: Tiles) -> Dealt:
+    """Who works on which tiles of rows, of all heads."""
+    keys = band.len_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    # Heads of a group have the same keys.
+    sharing = tiles.heads // problem.heads_kv
+    together = max(1, _L2 // max(1, keys)) * sharing
+    pairs = problem.batch * tiles.heads
+    return deal_nearby(band, tiles.block_m, tiles.block_n, pairs, processors(problem.device), problem.device, together)
+
+
 class Plan(NamedTuple):
     """What a problem's launch needs beside its tensors."""
 
@@ -133,15 +153,13 @@ def plan(problem: Problem) -> Plan | None:
         return None
     tile = tile_of(problem, band.middle_keys())
     d, d_v = block(problem.head_dim), block(problem.head_dim_v)
-    programs = processors(problem.device)
-    dealt = deal(band, tile.block_m, tile.block_n, pairs, programs, problem.device)
     clean = {"CLEAN": gl.constexpr(band.left is not None or band.right is not None)}
     shape = Shape(*map(gl.constexpr, sizes(problem, tile)), **clean)
     return Plan(
         slice(first, last),
         tile.block_n,
         (d, d_v),
-        dealt,
+        deal_rows(problem, band, Tiles(problem.heads_q, tile.block_m, tile.block_n)),
         (-(-band.len_q // tile.block_m), problem.heads_q, problem.group_size)
         + (band.off, band.left, band.right, band.len_q, band.len_k),
         shape,

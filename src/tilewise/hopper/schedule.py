@@ -16,6 +16,8 @@ import torch
 
 # What a tile costs beside its key tiles, in key tiles: first scores, last values, output.
 _OVERHEAD = 1.5
+# How much later than at best the last program may end for the sake of L2, and the part of the work that comes last.
+_UNEVEN, _SHORT = 1.03, 7
 
 
 class Bounds(NamedTuple):
@@ -61,6 +63,37 @@ def deal(
     lengths = _lengths(bounds, block_m, block_n)
     order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
     return _table(_hand_out(_by_groups(order, pairs, together or pairs), lengths, programs)[0], device)
+
+
+@lru_cache(maxsize=256)
+def deal_nearby(
+    bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, device: torch.device, together: int
+) -> Dealt:
+    """As `deal`, so many pairs at once, so that their keys stay in L2 until all of their rows have seen them.
+
+    Only the shortest tiles of all pairs come last, and fill what is left until the last program ends. Where that is
+    still much later than with all pairs at once, more of them are at once.
+    """
+    lengths = _lengths(bounds, block_m, block_n)
+    order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
+    _, soonest = _hand_out(_by_groups(order, pairs, pairs), lengths, programs)
+    while True:
+        together = min(together, pairs)
+        lists, end = _hand_out(_short_last(order, lengths, pairs, together), lengths, programs)
+        if together == pairs or end <= _UNEVEN * soonest:
+            return _table(lists, device)
+        together *= 2
+
+
+def _short_last(order: list[int], lengths: list[int], pairs: int, together: int) -> list[int]:
+    """Tiles in groups of pairs, but for the shortest, which are at most a seventh of the work."""
+    last, left = len(order), sum(lengths) // _SHORT
+    while last > 0 and lengths[order[last - 1]] < lengths[order[0]] and lengths[order[last - 1]] <= left:
+        last -= 1
+        left -= lengths[order[last]]
+    late = [pair * len(order) + m for m in order[last:] for pair in range(pairs)]
+    groups = (range(first, min(first + together, pairs)) for first in range(0, pairs, together))
+    return [pair * len(order) + m for group in groups for m in order[:last] for pair in group] + late
 
 
 def _lengths(bounds: Bounds, block_m: int, block_n: int) -> list[int]:

@@ -19,7 +19,8 @@ from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import launch, packed
 from .forward import variant_kernel
-from .schedule import Bounds, deal
+from .launch import Tiles
+from .schedule import Bounds
 from .work import Shape
 
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -55,14 +56,6 @@ def stack(problem: Problem) -> int:
     group = problem.group_size
     fits = problem.seqlen_q * group <= launch.tile_of(problem).block_m
     return group if fits and group & (group - 1) == 0 and group <= launch.ROWS else 1
-
-
-class Tiles(NamedTuple):
-    """Heads, or stacks of heads, that have tiles of their own; positions and keys of a tile."""
-
-    heads: int
-    block_m: int
-    block_n: int
 
 
 class Listed(NamedTuple):
@@ -163,7 +156,7 @@ def _listed(
         return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), programs)
     left, right = call.sizes[3:]
     band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
-    dealt = deal(band, tiles.block_m, tiles.block_n, p.batch * tiles.heads, programs, p.device)
+    dealt = launch.deal_rows(p, band, tiles)
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 
