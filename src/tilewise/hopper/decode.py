@@ -9,7 +9,8 @@ the kernel in plain Triton (`kernels.decode_plan`); pieces that are no whole ite
 HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per program.
 
 *Handles* caches in q's dtype, of rows or of pages that TMA can address (`cache`), with every option of
-`kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, values that are part of the keys (`latent`), appending, merging.
+`kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, values that are part of the keys (`latent`), appending,
+merging.
 
 Source: FlashAttention-3 (Shah et al., 2024), section 3.1, for the roles; Flash-Decoding (Dao et al., 2023).
 """
