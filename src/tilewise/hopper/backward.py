@@ -304,7 +304,9 @@ def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
         cta_barrier()
         dq = warpgroup_mma(smem.ds.permute((1, 0)), k_smem, no_dq, use_acc=False, is_async=True)
         if variant.seed is not None:
-            # While three products are under way, and few registers hold anything.
+            # While three products are under way, and few registers hold anything: the compiler moves nothing before a
+            # wait, so this waits for rows that are there.
+            arrived(smem.q, i + more - j, shape.BLOCK_M, shape.BLOCK_D)
             draw(variant, key, seq.b, seq.h * work.group + head, m * shape.BLOCK_M, n0, heads, smem.bits, shape)
         s, dk, dq, operand = warpgroup_mma_wait(0, deps=(s, dk, dq, operand))
         hand_over(dq, smem, i, shape)
