@@ -98,7 +98,10 @@ BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
 # Of what is computed anew: causal ALiBi, and dropout, whose numbers are drawn beside products.
 BACKWARD_VARIANTS: dict[str, dict[int, tuple[Budget, Budget]]] = {
     "alibi": {64: (Budget(755, 14, 500), Budget(870, 60, 1500)), 128: (Budget(485), Budget(560, 30, 900))},
-    "dropout": {64: (Budget(1475, 32, 500), Budget(1600, 90, 1500)), 128: (Budget(860, 30, 400), Budget(950, 60, 1200))},
+    "dropout": {
+        64: (Budget(1475, 32, 500), Budget(1600, 90, 1500)),
+        128: (Budget(860, 30, 400), Budget(950, 60, 1200)),
+    },
 }
 # Of calls that take turns, with a mask or without.
 BACKWARD_IN_TURN: dict[int, tuple[Budget, Budget]] = {

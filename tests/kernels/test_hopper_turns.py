@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.hopper import backward, key_tiles, turns
+from tilewise.hopper import key_tiles, turns
+from tilewise.hopper.backward import DQ_STAGES
 from tilewise.hopper.key_tiles import Shape
 from tilewise.hopper.schedule import Bounds, InTurn, deal, deal_in_turn
 from tilewise.hopper.work import Band, Work
@@ -28,7 +29,7 @@ OVERHEAD, TOLD, JITTER = 1.5, 0.15, 0.1
 # TFLOP/s of the kernel that adds in any order, by head dim.
 SPEED = {64: 430, 128: 520}
 TILE = {64: (128, 128), 128: (64, 128)}
-DQ_STAGES = backward.DQ_STAGES.value
+STAGES = DQ_STAGES.value
 
 
 class Memory:
@@ -122,7 +123,7 @@ class Program:
     told: float | None = None
     computed: float = 0.0
     added: float = 0.0
-    free: list[float] = field(default_factory=lambda: [0.0] * DQ_STAGES)
+    free: list[float] = field(default_factory=lambda: [0.0] * STAGES)
     steps: int = 0
 
 
@@ -149,7 +150,7 @@ def simulate(case: Case, table: torch.Tensor, visits: Callable[[int], Iterator[t
                     program.computed += OVERHEAD * step
                     continue
             counter, turn = program.at
-            slot = program.steps % DQ_STAGES
+            slot = program.steps % STAGES
             if program.told is None:
                 took = step * (1 + JITTER * (2 * rng.random() - 1))
                 program.computed = max(program.computed + took, program.free[slot])

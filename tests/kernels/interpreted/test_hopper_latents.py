@@ -67,20 +67,20 @@ def assert_agrees(q: torch.Tensor, cache: torch.Tensor, **options: Any) -> None:
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name, page_size", [*((name, 64) for name in CALLS), *(("causal", n) for n in (None, 8, 128))])
+@pytest.mark.parametrize("name, page_size", [*((name, 64) for name in CALLS), *(("causal", n) for n in (None, 8))])
 def test_call(name: str, page_size: int | None) -> None:
     cache, options = latents(page_size)
     assert_agrees(draw(len(USED), 2, 16, 576, dtype=torch.float16), cache, **options, **CALLS[name])
 
 
-@pytest.mark.parametrize("rows, heads", [(1, 16), (1, 64), (2, 128), (3, 20)])
+@pytest.mark.parametrize("rows, heads", [(1, 128), (3, 20)])
 def test_rows(rows: int, heads: int) -> None:
     """Of one tile or several, which are filled or not."""
     cache, options = latents(64, (200, 65, 1), torch.bfloat16)
     assert_agrees(draw(3, rows, heads, 576, dtype=torch.bfloat16), cache, causal=True, **options)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_in_whatever_order_warpgroups_and_memory_meet(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Items of odd and even numbers of tiles, some cut; references that move late, in either warpgroup."""
     monkeypatch.setattr(language, "seeds", iter(range(seed, 1000)))
