@@ -7,7 +7,6 @@ import triton.language as tl
 
 from ..kernels import cache as cache_slots
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
-from ..kernels.placement import processors
 from ..kernels.replay import Tape
 from ..kernels.rows import Rows, rows_of
 from ..kvcache import CacheInputs, CacheProblem
@@ -77,7 +76,7 @@ def attend_cache(
     problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
-    return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
+    return serve(problem, inputs, tile, tape, _attend)
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:

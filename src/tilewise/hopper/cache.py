@@ -10,7 +10,6 @@ import triton.experimental.gluon.language as gl
 from .. import errors
 from ..kernels import compiled
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
-from ..kernels.placement import processors
 from ..kernels.replay import Tape
 from ..kernels.rows import rows_of
 from ..kvcache import CacheInputs, CacheProblem
@@ -103,7 +102,7 @@ def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, t
     if is_latent(problem) and tile != _tile_of_latents(problem):
         fix = "leave the tile out"
         errors.fail(errors.ArgumentError, "tile", tile, f"{_tile_of_latents(problem)} alone for latents", fix)
-    return serve(problem, inputs, tile, processors(inputs.q.device), tape, _attend)
+    return serve(problem, inputs, tile, tape, _attend)
 
 
 def _described(call: CacheCall, tape: Tape) -> list[Any]:

@@ -22,7 +22,7 @@ from . import cache as cache_slots
 from .cache import Scales, Slots
 from .call import Call, prepare
 from .decode_plan import Parts
-from .placement import on
+from .placement import on, processors
 from .replay import Tape
 from .rotary import Rope
 from .rows import rows_of
@@ -232,14 +232,12 @@ def merge(
     tape.launch(combine.combine_kernel, items * rows, arguments, num_warps=4, **call.early_options)
 
 
-def serve(
-    problem: CacheProblem, inputs: CacheInputs, tile: TileConfig, processors: int, tape: Tape, attend: Attend
-) -> Results:
+def serve(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig, tape: Tape, attend: Attend) -> Results:
     """Append, and have `attend` fill ``out``, in `out_dtype`, and ``lse``, fp32, where they have rows."""
     inputs = _dense(inputs)
     attention, q = problem.attention, inputs.q
     whole = max(1, tiles.WHOLE_KEYS // tile.block_n)
-    plan = Plan.of(problem, tile.block_m, tile.block_n, tile.programs * processors, whole)
+    plan = Plan.of(problem, tile.block_m, tile.block_n, tile.programs * processors(inputs.q.device), whole)
     call = CacheCall(problem, inputs, tile, plan)
     out = tape.empty(attention.out_shape(q), attention.out_dtype, q.device)
     lse = tape.empty(attention.lse_shape(q), torch.float32, q.device)
