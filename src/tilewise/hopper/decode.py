@@ -340,6 +340,19 @@ def attend(
 
 
 @gluon.jit
+def leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape):
+    """A program's last words: which item it has cut, for who merges it, and 0 in rows that are no sequence's."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if parts.cuts is not None:
+        gl.store(parts.cuts + program * 4, cut_group)
+        gl.store(parts.cuts + program * 4 + 1, cut_head)
+        gl.store(parts.cuts + program * 4 + 2, cut_pieces)
+    if shape.RAGGED:
+        d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
+        cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
+
+
+@gluon.jit
 def compute(
     q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
     stat_rows, rope_length, left, right, shape, W: gl.constexpr,
@@ -378,13 +391,7 @@ def compute(
             begin += width
             g += 1
     if W == 0:
-        if parts.cuts is not None:
-            gl.store(parts.cuts + program * 4, cut_group)
-            gl.store(parts.cuts + program * 4 + 1, cut_head)
-            gl.store(parts.cuts + program * 4 + 2, cut_pieces)
-        if shape.RAGGED:
-            d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
-            cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
+        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])

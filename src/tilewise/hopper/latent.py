@@ -36,7 +36,7 @@ from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LOG2E, Sequence
 from . import scores, unread
-from .decode import fetch, finished, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
+from .decode import fetch, finished, leave, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
 from .pipeline import arrived, reinterpret, release, ring_of, specialize
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
@@ -379,13 +379,7 @@ def compute(
             begin += width
             g += 1
     if W == 0:
-        if parts.cuts is not None:
-            gl.store(parts.cuts + program * 4, cut_group)
-            gl.store(parts.cuts + program * 4 + 1, cut_head)
-            gl.store(parts.cuts + program * 4 + 2, cut_pieces)
-        if shape.RAGGED:
-            d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
-            cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
+        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])
