@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from . import batching, checks, dispatch, problem, sharding
 from .errors import UnsupportedError, fail
 from .interning import at_compile_time
-from .problem import DIFFERENTIABLE, Inputs, Options, Problem
+from .problem import DIFFERENTIABLE, LENGTHS, Inputs, Options, Problem, placed
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? dropout_seed, "
@@ -49,7 +49,7 @@ def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     checks.metadata(this, inputs)
     backend = dispatch.module(dispatch.choose(this))
     with dispatch.plain_numerics(this.device):
-        return backend.forward(this, inputs)
+        return backend.forward(this, placed(inputs, LENGTHS))
 
 
 def _backward(
@@ -65,7 +65,7 @@ def _backward(
     this = this.for_gradients(names)
     backend = dispatch.module(dispatch.choose(this, "backward"))
     with dispatch.plain_numerics(this.device):
-        grads = backend.backward(this, inputs, out, lse, do, dlse, names)
+        grads = backend.backward(this, placed(inputs, LENGTHS), out, lse, do, dlse, names)
     return [grads[name] for name in names]
 
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from . import autograd, cache_checks, dispatch
 from .errors import UnsupportedError, fail
 from .kvcache import CacheInputs, CacheProblem, Static
-from .problem import Options
+from .problem import Options, placed
 from .problem import decode as decode_options
 
 _N_INPUTS = len(CacheInputs._fields)
@@ -43,20 +43,7 @@ def serve(problem: CacheProblem, inputs: CacheInputs) -> tuple[torch.Tensor, tor
     """The call by the best backend, whatever lengths and tables hold."""
     backend = dispatch.module(dispatch.choose_cache(problem))
     with dispatch.plain_numerics(problem.device):
-        return backend.attend_cache(problem, placed(inputs))
-
-
-def placed(inputs: CacheInputs) -> CacheInputs:
-    """The inputs with lengths and tables on q's device, dense, as backends take them."""
-    changes = {name: getattr(inputs, name) for name in cache_checks.METADATA}
-    device = inputs.q.device
-    changes = {name: x.to(device).contiguous() for name, x in changes.items() if x is not None and moves(x, device)}
-    return inputs._replace(**changes)
-
-
-def moves(x: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor of lengths is not where, or how, backends take it."""
-    return x.device != device or not x.is_contiguous()
+        return backend.attend_cache(problem, placed(inputs, cache_checks.METADATA))
 
 
 def results(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,13 +12,13 @@ from .block_masks import BlockMask
 from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedError, fail
 from .mask_algebra import Mask, fits
 from .masks import Dense, Document, Interval, Predicate, PrefixLM, parts
-from .problem import Inputs, Problem
+from .problem import LENGTHS, Inputs, Problem
 
 MAX_HEAD_DIM = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 # What may lie on any device: it is moved to where it is needed.
-_MOVABLE = ("dropout_seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_MOVABLE = ("dropout_seed", *LENGTHS)
 
 
 def tensors(inputs: Inputs, packed: bool) -> None:

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from . import arguments, autograd, checks, dispatch
 from .mask_algebra import And
 from .masks import Causal, Full, Window
-from .problem import Inputs, Problem
+from .problem import LENGTHS, Inputs, Problem, moves, placed
 
 Key: TypeAlias = tuple[Any, ...]
 # Of `Inputs`, in their order.
@@ -39,9 +39,11 @@ class Call:
     def __init__(self, problem: Problem, inputs: Inputs, return_lse: bool) -> None:
         self.problem, self._return_lse = problem, return_lse
         self._needs_grad, self._seeded = problem.options.needs_grad, problem.has_dropout
-        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_k)
-        here = any(x is not None and x.device.type == "cpu" for x in lengths)
+        lengths = [x for name in LENGTHS if (x := getattr(inputs, name)) is not None]
+        here = any(x.device.type == "cpu" for x in lengths)
         self._reads_values = here or (problem.packed and problem.options.validate)
+        # What is to be moved is so again in each call.
+        self._moves = any(moves(x, problem.device) for x in lengths)
         given = len(inputs) if any(x is not None for x in inputs[3:]) else 3
         # Autograd takes its time for each argument, None included.
         self.absent = (None,) * (len(inputs) - given)
@@ -59,6 +61,8 @@ class Call:
                 tensors = (*tensors[:6], drawn, *tensors[7:])
         if self._reads_values:
             checks.metadata(problem, Inputs(*tensors))
+        if self._moves:
+            tensors = placed(Inputs(*tensors), LENGTHS)
         if self._needs_grad:
             out, lse = autograd.apply_eager(self, *tensors[: self._given])
         else:

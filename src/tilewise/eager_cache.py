@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from . import cache_checks, cached, dispatch, eager
+from . import cache_checks, dispatch, eager
 from .kvcache import CacheInputs, CacheProblem, Rotary, is_latent
+from .problem import moves, placed
 
 Key: TypeAlias = tuple[Any, ...]
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -47,7 +48,7 @@ class Call:
         found = [x for name in cache_checks.METADATA if (x := getattr(inputs, name)) is not None]
         self._problem = problem
         # What is to be moved, or looked at, is so again in each call.
-        self._moves = any(cached.moves(x, problem.device) for x in found)
+        self._moves = any(moves(x, problem.device) for x in found)
         self._reads = problem.options.validate or all(x.device.type == "cpu" for x in found)
         self._serve = _bound(problem)
 
@@ -56,7 +57,7 @@ class Call:
         inputs = CacheInputs(*tensors)
         if self._reads:
             cache_checks.metadata(self._problem, inputs)
-        return self._serve(cached.placed(inputs) if self._moves else inputs)
+        return self._serve(placed(inputs, cache_checks.METADATA) if self._moves else inputs)
 
 
 def _bound(problem: CacheProblem) -> Callable[[CacheInputs], Results]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,22 @@ class Inputs(NamedTuple):
 
 # The inputs that can have a gradient, in the order in which every layer names them.
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
+# Those that may lie on any device: backends get them on q's.
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_Record = TypeVar("_Record", bound=NamedTuple)
+
+
+def placed(inputs: _Record, names: Collection[str]) -> _Record:
+    """A record of a call's tensors, q first, the named ones on q's device and dense, as backends take them."""
+    device = inputs[0].device
+    found = [(name, x) for name in names if (x := getattr(inputs, name)) is not None]
+    changes = {name: x.to(device).contiguous() for name, x in found if moves(x, device)}
+    return inputs._replace(**changes) if changes else inputs
+
+
+def moves(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor of lengths is not where, or how, backends take it."""
+    return x.device != device or not x.is_contiguous()
 
 
 @dataclass(frozen=True)

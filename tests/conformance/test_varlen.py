@@ -76,13 +76,15 @@ def test_one_gradient_alone(target: Target, kind: str) -> None:
     verify(target, packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True), kind=kind)
 
 
-@pytest.mark.parametrize("where", ["cpu", "target"])
+@pytest.mark.parametrize("where", ["cpu", "target", "apart"])
 def test_offsets_of_either_dtype_anywhere(target: Target, where: str) -> None:
     call = packed(*LENGTHS, Draw(target.device, dtype=target.dtype), causal=True, deterministic=True)
     wanted = cotangents(call, Draw(target.device, seed=1))
     expected = compute(target, call, wanted)
     device = "cpu" if where == "cpu" else target.device
     wide = tuple(offsets(lengths, device, torch.int64) for lengths in LENGTHS)
+    if where == "apart":
+        wide = tuple(torch.stack([x, torch.full_like(x, -1)], 1)[:, 0] for x in wide)
     moved = Call(call.q, call.k, call.v, call.options, (wide[0], wide[1]))
     assert_same(compute(target, moved, wanted), expected)
 

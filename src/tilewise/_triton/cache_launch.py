@@ -17,7 +17,8 @@ from .decode import Shape
 
 # Rows from which the warps of a tile have rows of their own.
 _WIDE = 64
-_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+# Names, for Triton tells its hooks of what is compiled as JSON, which types in a record are not.
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def shared(inputs: CacheInputs) -> bool:
@@ -49,7 +50,7 @@ def shape(call: CacheCall) -> Shape:
     kinds = call.scale_kinds
     own = _TYPES[attention.dtype]
     # An fp8 cache is multiplied in fp16, which holds e4m3 exactly; scaled values may need the range of q's own dtype.
-    product = tl.float16 if problem.quantized and attention.dtype != torch.float32 else own
+    product = _TYPES[torch.float16] if problem.quantized and attention.dtype != torch.float32 else own
     value = own if kinds[1] is cache_slots.PER_PAGE else product
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,

@@ -41,9 +41,9 @@ class Shape(NamedTuple):
     BLOCK_MAIN, BLOCK_REST: parts, powers of two, that together hold the head dim; BLOCK_REST may be 0. PAGE: slots of a
     page, 0 of a contiguous cache; WHOLE_PAGE: a tile of keys never crosses pages. SHARED: values are the first
     BLOCK_MAIN dims of the keys. ALIKE: both caches have the same strides. MODE: see `decode_plan`. K_SCALES, V_SCALES:
-    of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are. FACTOR: whether the
-    first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few rows, each warp has
-    keys of its own. TURNED: the output is kept transposed, [Dv, M], see `add_values`.
+    of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are, by name. FACTOR:
+    whether the first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few rows, each
+    warp has keys of its own. TURNED: the output is kept transposed, [Dv, M], see `add_values`.
     """
 
     HEADS: Any
@@ -80,18 +80,18 @@ def products(tiles, k_main, k_rest, step, shape):
         # The compiler follows values, but not out of a branch; and it moves no conversion into one whose sides are both
         # products. That these branches are always taken, it finds out later.
         if (step | 1) != 0:
-            s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+            s = device.dot(tiles.main, tl.trans(k_main.to(device.number_type(shape.K_TYPE))))
         else:
-            s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+            s = device.dot(tiles.main, tl.trans(k_main.to(device.number_type(shape.K_TYPE))))
         if shape.BLOCK_REST > 0:
             if (step | 2) != 0:
-                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(device.number_type(shape.K_TYPE))), s)
             else:
-                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+                s = device.dot_add(tiles.rest, tl.trans(k_rest.to(device.number_type(shape.K_TYPE))), s)
     else:
-        s = device.dot(tiles.main, tl.trans(k_main.to(shape.K_TYPE)))
+        s = device.dot(tiles.main, tl.trans(k_main.to(device.number_type(shape.K_TYPE))))
         if shape.BLOCK_REST > 0:
-            s = device.dot_add(tiles.rest, tl.trans(k_rest.to(shape.K_TYPE)), s)
+            s = device.dot_add(tiles.rest, tl.trans(k_rest.to(device.number_type(shape.K_TYPE))), s)
     if shape.FACTOR:
         s = s * tiles.factor[:, None]
     return s
@@ -120,14 +120,14 @@ def of_rows(x, shape):
 @triton.jit
 def values_of(v_tile, shape):
     """Values in the type of their product."""
-    if v_tile.dtype == tl.float8e4nv and tl.float16 == shape.V_TYPE and not INTERPRETED:
+    if v_tile.dtype == tl.float8e4nv and shape.V_TYPE == "fp16" and not INTERPRETED:
         # The compiler would rather read single bytes in the product's layout and convert them there. Code that it does
         # not know, it leaves where it is: four values at a time, read as one word.
         v_tile = tl.inline_asm_elementwise(
             "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
             "=r,=r,r", [v_tile], dtype=tl.float16, is_pure=False, pack=4,
         )  # fmt: skip
-    return v_tile.to(shape.V_TYPE)
+    return v_tile.to(device.number_type(shape.V_TYPE))
 
 
 @triton.jit
@@ -357,7 +357,7 @@ def compute(
         )  # fmt: skip
     else:
         assumed = phi * LOG2E
-        if tl.float16 == shape.V_TYPE:
+        if shape.V_TYPE == "fp16":
             assumed -= SHIFT_FP16
         state = assumed_state(sink, assumed, variant, shape)
         acc, l_i, peak = walk(
@@ -368,7 +368,7 @@ def compute(
         o, lse = finished(acc, l_i, tl.zeros_like(top) + assumed, LN2, shape)
         # Values may be so large that their weighted sum overflows where their mean does not.
         wrong = tl.max((tl.abs(acc) < float("inf")).to(tl.int32) ^ 1, 0 if shape.TURNED else 1) > 0
-        if tl.float16 == shape.V_TYPE:
+        if shape.V_TYPE == "fp16":
             wrong = wrong | (top > HIGH_FP16) | (top < LOW_FP16)
         else:
             wrong = wrong | (tl.abs(top) > REACH)

@@ -36,6 +36,12 @@ class Shape(NamedTuple):
     WANT_V: Any
 
 
+@triton.constexpr_function
+def number_type(name):
+    """The type of numbers with this name: fp16, bf16, fp32."""
+    return tl.dtype(name)
+
+
 @triton.jit
 def locate(variant, b, h, seqlen_q, seqlen_k, shape):
     """The sequence b: its lengths and offset, read once per program."""

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ..kernels import cache, rotary
 from ..kernels.cache import PER_ITEM
+from . import device
 
 
 class Tiles(NamedTuple):
@@ -67,10 +68,10 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
                 base, rows, inside, at, rope_length, rope, d, shape.BLOCK_MAIN, shape.HEAD_DIM
             )  # fmt: skip
     factor = tl.full([shape.BLOCK_M], 1.0, tl.float32)
-    if main.dtype != shape.K_TYPE:
+    if main.dtype != device.number_type(shape.K_TYPE):
         factor = factor_of(main, rest)
-        main = (main.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
-        rest = (rest.to(tl.float32) / factor[:, None]).to(shape.K_TYPE)
+        main = (main.to(tl.float32) / factor[:, None]).to(device.number_type(shape.K_TYPE))
+        rest = (rest.to(tl.float32) / factor[:, None]).to(device.number_type(shape.K_TYPE))
     if shape.K_SCALES == PER_ITEM:
         factor *= item_scale(scales.k, scales.k_row, scales.k_head, seq, h)
     return Tiles(main, rest, factor, i[:, None])
