@@ -10,30 +10,64 @@ from ..kernels.score import LN2, LOG2E
 from . import scores
 from .pipeline import cta_barrier, tma_store
 from .products import scaled
-from .scores import each_row, unit_of
+from .scores import each_row, score_layout, unit_of
 from .work import first_row, heads_of, low
 
 
 @gluon.jit
 def store_staged(acc, tail, seq, m0, o_smem, io, shape, W: gl.constexpr):
     """Write 64 rows of O through shared memory; TMA drops those past the end of the tensor."""
-    if not shape.SHARED_O:
-        # The tile before may still be leaving.
-        tma.store_wait(0)
-        cta_barrier()
-    staged = o_smem.reshape([64, shape.BLOCK_DV])
-    if shape.DV_HIGH == 0:
-        staged.store(acc.to(io.o_desc.dtype))
+    LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
+    staged = o_smem.reshape([64, shape.BLOCK_DV // shape.O_PARTS])
+    if shape.O_PARTS == 1:
+        await_store()
+        if shape.DV_HIGH == 0:
+            staged.store(acc.to(io.o_desc.dtype))
+        else:
+            staged.slice(0, LOW, dim=1).store(acc.to(io.o_desc.dtype))
+            staged.slice(LOW, shape.DV_HIGH, dim=1).store(tail.to(io.o_desc.dtype))
+        send(0, seq, m0, o_smem, io, shape, W)
     else:
-        LOW: gl.constexpr = low(shape.BLOCK_DV, shape.DV_HIGH)
-        staged.slice(0, LOW, dim=1).store(acc.to(io.o_desc.dtype))
-        staged.slice(LOW, shape.DV_HIGH, dim=1).store(tail.to(io.o_desc.dtype))
+        HALF: gl.constexpr = shape.BLOCK_DV // 2
+        first, second = acc, tail
+        if shape.DV_HIGH == 0:
+            first, second = halves(acc)
+        await_store()
+        staged.store(first.to(io.o_desc.dtype))
+        send(0, seq, m0, o_smem, io, shape, W)
+        await_store()
+        staged.slice(0, second.shape[1], dim=1).store(second.to(io.o_desc.dtype))
+        send(HALF, seq, m0, o_smem, io, shape, W)
+
+
+@gluon.jit
+def halves(acc):
+    """The lower columns of an accumulator and the upper ones: some of a thread's registers, and the others."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    VALUES: gl.constexpr = score_layout(HALF)
+    lower, upper = gl.split(acc.reshape([acc.shape[0], 2, HALF]).permute([0, 2, 1]))
+    return (
+        gl.convert_layout(lower, VALUES, assert_trivial=True),
+        gl.convert_layout(upper, VALUES, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def await_store():
+    """Wait until what was sent before has left shared memory."""
+    tma.store_wait(0)
+    cta_barrier()
+
+
+@gluon.jit
+def send(FIRST: gl.constexpr, seq, m0, o_smem, io, shape, W: gl.constexpr):
+    """Let what is staged leave for the columns of O from FIRST on."""
     fence_async_shared()
     cta_barrier()
     b = seq.b
     if shape.PACKED:
         b = 0
-    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, 0], o_smem)
+    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, FIRST], o_smem)
 
 
 @gluon.jit

@@ -121,11 +121,16 @@ class Plan(NamedTuple):
     maxnreg: int
 
 
+def o_parts(d: int, d_v: int) -> int:
+    """In how many parts O leaves: beside these head dims' q, keys and values there is room for half of it."""
+    return 2 if d == d_v == 256 else 1
+
+
 def sizes(problem: Problem, tile: TileConfig) -> tuple[int, ...]:
     """The first fields of the kernels' `work.Shape`."""
     dims = problem.head_dim, problem.head_dim_v
     d, d_v = map(block, dims)
-    return (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, d == d_v == 256, *map(high, dims))
+    return (tile.block_m, tile.block_n, d, d_v, tile.block_m // ROWS, o_parts(d, d_v), *map(high, dims))
 
 
 def compile_time(tile: TileConfig, shape: Shape, busy: bool = False) -> tuple[int, int, int]:
@@ -183,7 +188,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> tuple
         descriptor(q, ROWS, d),
         descriptor(k, this.block_n, d),
         descriptor(v, this.block_n, d_v),
-        descriptor(out, ROWS, d_v),
+        descriptor(out, ROWS, d_v // this.shape.O_PARTS.value),
         lse,
         tape.constant(this.dealt.table),
         problem.softmax_scale * math.log2(math.e),

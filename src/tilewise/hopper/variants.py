@@ -210,7 +210,9 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
             launch.descriptor(q, rows, d, stacked),
             launch.descriptor(k, tile.block_n, d),
             launch.descriptor(v, tile.block_n, d_v),
-            None if shape.DIRECT_O.value else launch.descriptor(matrices(out, out, tape), rows, d_v, stacked),
+            None
+            if shape.DIRECT_O.value
+            else launch.descriptor(matrices(out, out, tape), rows, d_v // shape.O_PARTS.value, stacked),
             out,
             lse,
             listed.table,
