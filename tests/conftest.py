@@ -48,9 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", action="append", default=[], metavar="NAME", help="a backend to test; repeatable; default: cpu"
     )
-    parser.addoption(
-        "--unproven", action="store_true", help="give kernels also the calls that they await a first run on a GPU for"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,10 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     for owner, name in _POISONED:
         setattr(owner, name, _poisoned(getattr(owner, name)))
-    if config.getoption("--unproven"):
-        from tilewise.hopper import cache, gradients
-
-        cache.unproven_reasons = gradients.unproven_reasons = lambda problem: []
     # How fast examples run, or are drawn, says something of the machine and nothing of the package.
     common = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
     hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, **common)

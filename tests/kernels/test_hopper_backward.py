@@ -67,7 +67,9 @@ SHIPPED = [(d, band) for d in (64, 128) for band in BANDS if ALL or "window" not
 
 
 @pytest.mark.parametrize("head_dim, options", SHIPPED, ids=str)
-def test_shipped_tile(head_dim: int, options: dict[str, Any]) -> None:
+def test_shipped_tile(head_dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many keys, which add to dq in any order."""
+    monkeypatch.setattr(hopper.gradients, "FEW_KEYS", 0)
     (kernel,) = compiled(head_dim, **options)
     check(kernel, PRODUCTS, budgets.of((budgets.BACKWARD_BAND if options else budgets.BACKWARD)[head_dim]))
     assert not re.search(r"ld\.acquire|red\.release", kernel.ptx)
@@ -83,10 +85,12 @@ def test_a_gradient_at_a_time(options: dict[str, Any]) -> None:
         check(kernel, products, budgets.of(budget))
 
 
-# What the adding warp says, in this order: wait for the turn, add, wait until it is in memory, count on.
+# What the adding warp says: wait for the turn; wherever the compiler put that, write, if it is first, or else add; wait
+# until it is in memory, count on.
 IN_TURN = (
-    r"ld\.acquire\.gpu.*?fence\.proxy\.async.*?cp\.reduce\.async\.bulk.*?cp\.async\.bulk\.commit_group"
-    r".*?cp\.async\.bulk\.wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release\.gpu"
+    r"ld\.acquire\.gpu[^$]*?fence\.proxy\.async",
+    r"cp\.async\.bulk\.tensor\.4d\.global\.shared",
+    r"cp\.reduce\.async\.bulk.*?commit_group.*?wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release\.gpu",
 )
 
 
@@ -94,7 +98,7 @@ IN_TURN = (
 def test_a_repeatable_call_takes_turns(head_dim: int, options: dict[str, Any]) -> None:
     (kernel,) = compiled(head_dim, deterministic=True, **options)
     check(kernel, PRODUCTS, budgets.of(budgets.BACKWARD_IN_TURN[head_dim]))
-    assert re.search(IN_TURN, kernel.ptx, re.DOTALL)
+    assert all(re.search(said, kernel.ptx, re.DOTALL) for said in IN_TURN)
     assert len(re.findall(r"red\.release", kernel.ptx)) == 1
 
 
@@ -169,15 +173,9 @@ def declined(rows: int = 256, head_dim: int = 64, batch: int = 1, **options: Any
 
 def test_what_is_left_to_others_is_said() -> None:
     assert declined() == declined(causal=True) == declined(window=(100, 3)) == declined(head_dim=120) == []
-    for options, piece in [
-        ({"rows": 250}, "no multiples of 128"),
-        ({"head_dim": 136}, "head dims above 128"),
-        ({"deterministic": True}, "deterministic=True"),
-        ({"softcap": 30.0}, "modified scores"),
-        ({"batch": 1 << 22}, "2**31 rows"),
-    ]:
-        (reason,) = declined(**options)
-        assert reason.startswith("a backward pass") and piece in reason
+    assert declined(rows=250) == declined(head_dim=256) == declined(deterministic=True) == declined(softcap=30.0) == []
+    (reason,) = declined(batch=1 << 22)
+    assert reason.startswith("a backward pass of 2**31 rows")
 
 
 def test_statistics_are_counted_with_what_fills_their_tiles() -> None:

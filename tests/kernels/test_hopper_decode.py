@@ -168,8 +168,7 @@ def on_hopper(problem: CacheProblem) -> CacheProblem:
 
 
 def test_what_it_declines_is_said() -> None:
-    unproven = "a key/value cache: its kernel has not been held to the oracle on a GPU yet"
-    assert hopper.cache_unsupported_reasons(on_hopper(posed(96)[0])) == [unproven]
+    assert hopper.cache_unsupported_reasons(on_hopper(posed(96)[0])) == []
     assert cache.unsupported_reasons(on_hopper(posed(64, page_size=24, causal=True)[0])) == []
     (here,) = hopper.cache_unsupported_reasons(posed()[0])
     assert "compute capability 9.0" in here

@@ -135,8 +135,7 @@ def on_hopper(problem: CacheProblem) -> CacheProblem:
 
 
 def test_what_it_declines_is_said() -> None:
-    unproven = "a key/value cache: its kernel has not been held to the oracle on a GPU yet"
-    assert hopper.cache_unsupported_reasons(on_hopper(posed()[0])) == [unproven]
+    assert hopper.cache_unsupported_reasons(on_hopper(posed()[0])) == []
     assert cache.unsupported_reasons(on_hopper(posed(2, 16, 24, causal=True)[0])) == []
     assert cache.unsupported_reasons(on_hopper(posed(page_size=12)[0])) == ["pages of 12; TMA takes multiples of 8"]
 

@@ -54,8 +54,6 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     reasons = [reason for reason, holds in refused.items() if holds]
     if pass_ != "forward":
         reasons += gradients.unsupported_reasons(problem)
-        if not INTERPRETED:
-            reasons += gradients.unproven_reasons(problem)
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:
@@ -101,12 +99,7 @@ def bind_backward(problem: Problem, needs: tuple[str, ...]) -> Repeated:
 
 def cache_unsupported_reasons(problem: CacheProblem) -> list[str]:
     """Why this backend cannot serve a call with a cache; empty if it can."""
-    reasons = _elsewhere(problem.attention)
-    if not reasons:
-        reasons = cache.unsupported_reasons(problem)
-        if not INTERPRETED:
-            reasons += cache.unproven_reasons(problem)
-    return reasons
+    return _elsewhere(problem.attention) or cache.unsupported_reasons(problem)
 
 
 def attend_cache(

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.score import Sequence
 from . import unread
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
-from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load
+from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load, tma_store
 from .products import as_operand, packed
 from .recompute import (
     draw,
@@ -195,13 +195,17 @@ def add_one(io, smem, coord, i, shape):
 
 @gluon.jit
 def add_in_turn(io, smem, coord, i, counter, turn, shape):
-    """Add dq of use i to memory once `turn` others have."""
+    """Add dq of use i to memory once `turn` others have; the first overwrites what is there."""
     arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
     # Neither loads nor, while there is room, products wait for others.
     release(smem.q, i)
     release(smem.do, i)
     await_turn(counter, turn)
-    tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
+    tile = smem.dq.tiles.index(i % smem.dq.STAGES)
+    if turn == 0:
+        tma_store(io.dq_desc, coord, tile)
+    else:
+        tma_add(io.dq_desc, coord, tile)
     pass_on(counter)
     release(smem.dq, i)
 

@@ -59,11 +59,6 @@ def unsupported_reasons(problem: CacheProblem) -> list[str]:
     return reasons
 
 
-def unproven_reasons(problem: CacheProblem) -> list[str]:
-    """What the kernel would serve and has not yet been held to on a GPU: all of it."""
-    return ["a key/value cache: its kernel has not been held to the oracle on a GPU yet"]
-
-
 def _tile_of_latents(problem: CacheProblem) -> TileConfig:
     """The one that the kernel is written for."""
     return lookup("hopper", "latent", problem.attention.dtype, problem.attention.head_dim)

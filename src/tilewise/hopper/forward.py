@@ -78,6 +78,14 @@ class Consumers(NamedTuple):
 
 
 @gluon.jit
+def load_rows(io, q, b, seq, m0, n, shape):
+    """Ask for Q of a program's tile n."""
+    for w in gl.static_range(shape.CONSUMERS):
+        row = seq.q_start + first_row(m0, w, shape)
+        produce(q, io.q_desc, [b, row, seq.h * shape.STACK, 0], n * shape.CONSUMERS + w)
+
+
+@gluon.jit
 def load(io, q, k, v, band, work, variant, extra, shape):
     """The producer: Q of each tile, then its K and V tiles from the last to the first."""
     i = 0
@@ -91,12 +99,13 @@ def load(io, q, k, v, band, work, variant, extra, shape):
             b = seq.b
             if shape.PACKED:
                 b = 0
-            # The first keys need not wait until the rows before have left their buffer.
             key = seq.k_start + first_key(tile, tile.hi - 1, variant, shape)
+            # With one buffer for rows, the first keys need not wait until the rows before have left it.
+            if q.STAGES > shape.CONSUMERS:
+                load_rows(io, q, b, seq, m0, n, shape)
             produce(k, io.k_desc, [b, key, head, 0], i)
-            for w in gl.static_range(shape.CONSUMERS):
-                row = seq.q_start + first_row(m0, w, shape)
-                produce(q, io.q_desc, [b, row, seq.h * shape.STACK, 0], n * shape.CONSUMERS + w)
+            if q.STAGES == shape.CONSUMERS:
+                load_rows(io, q, b, seq, m0, n, shape)
             last = tile.hi - tile.lo
             for d in range(1, last + 1):
                 produce(v, io.v_desc, [b, key, head, 0], i)

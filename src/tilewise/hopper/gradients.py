@@ -37,6 +37,8 @@ _Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
+# Up to so many keys dq is added up in turn (docs/tuning.md).
+FEW_KEYS = 2048
 _STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
 
@@ -51,14 +53,21 @@ class Stats(NamedTuple):
 
 def _apart(problem: Problem) -> bool:
     """Whether every gradient has a kernel of its own."""
-    wide = max(problem.head_dim, problem.head_dim_v) > _TOGETHER
-    return wide or (problem.options.deterministic and not _in_turn(problem))
+    return _is_wide(problem) or (problem.options.deterministic and not _in_turn(problem))
+
+
+def _is_wide(problem: Problem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > _TOGETHER
 
 
 def _in_turn(problem: Problem) -> bool:
-    """Whether tiles of keys add to dq one after the other: the host must know who sees whom, and some must."""
+    """Whether tiles of keys add to dq one after the other: the host must know who sees whom, and some must.
+
+    Their sum needs no zeros before. With few keys that saves more than waiting costs.
+    """
     options = problem.options
-    if not options.deterministic or problem.packed or not is_band(options.mask):
+    wanted = options.deterministic or problem.seqlen_k <= FEW_KEYS
+    if not wanted or _is_wide(problem) or problem.packed or not is_band(options.mask):
         return False
     band = launch.bounds(problem)[0]
     return band.left is None or (band.right is not None and band.left + band.right >= 0)
@@ -73,23 +82,6 @@ def unsupported_reasons(problem: Problem) -> list[str]:
         "a backward pass with gradients of bias or ALiBi slopes": p.options.needs_scores_grad,
         # TMA counts the statistics of all of them in one line.
         f"a backward pass of 2**31 rows of all heads, or more (each head's padded to {_STAT_ROWS})": places >= 1 << 31,
-    }
-    return [reason for reason, holds in refused.items() if holds]
-
-
-def unproven_reasons(problem: Problem) -> list[str]:
-    """What of the backward pass has yet to be held to the conformance suite on a GPU; until then others serve it."""
-    p, options = problem, problem.options
-    added = p.has_bias or p.has_alibi or p.has_sinks
-    plain = not (added or p.has_dropout or options.softcap or options.score_mod)
-    whole = p.seqlen_q % _STAT_ROWS == 0 and p.seqlen_k % _STAT_ROWS == 0
-    refused = {
-        f"a backward pass of head dims above {_TOGETHER}": max(p.head_dim, p.head_dim_v) > _TOGETHER,
-        "a backward pass with deterministic=True": options.deterministic,
-        "a backward pass of packed sequences": p.packed,
-        "a backward pass of other masks than causal ones and windows": not is_band(options.mask),
-        "a backward pass with modified scores, bias, ALiBi, sinks or dropout": not plain,
-        f"a backward pass of lengths that are no multiples of {_STAT_ROWS}": not p.packed and not whole,
     }
     return [reason for reason, holds in refused.items() if holds]
 
@@ -129,8 +121,9 @@ def backward(
                 for name in names:
                     _gather_one(name, call, inputs, do, stats, result[name], tape)
             else:
-                _gather(call, inputs, do, (stats, stats.dq_sum), result, tape)
-                _round(call, stats.dq_sum, result["q"], tape)
+                turns = _turns(call, tape)
+                _gather(call, inputs, do, (stats, stats.dq_sum, turns), result, tape)
+                _round(call, stats.dq_sum, turns, result["q"], tape)
     wanted: dict[str, torch.Tensor] = {name: result[name] for name in names}
     if "sinks" in needs:
         assert inputs.sinks is not None
@@ -177,17 +170,20 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     if not _apart(p):
         dq_sum = tape.empty((pairs // p.heads_q, p.heads_q, rows, width), torch.float32, lse.device)
     arguments = (
-        rows_of(out, p.packed), rows_of(do, p.packed), lse.contiguous(), dlse, cu_q, lse2, delta, dq_sum, rows,
-        p.heads_q, stat_rows, members, max(0, members - 1).bit_length(), _ROWS, p.head_dim_v,
-        triton.next_power_of_2(p.head_dim_v), width,
+        rows_of(out, p.packed), rows_of(do, p.packed), lse.contiguous(), dlse, cu_q, lse2, delta,
+        None if _in_turn(p) else dq_sum, rows, p.heads_q, stat_rows, members, max(0, members - 1).bit_length(),
+        _ROWS, p.head_dim_v, triton.next_power_of_2(p.head_dim_v), width,
     )  # fmt: skip
     tape.launch(row_kernel, pairs * stat_rows // _ROWS, arguments, num_warps=4)
     return Stats(lse2, delta, dq_sum)
 
 
-def _round(call: Call, dq_sum: torch.Tensor, dq: torch.Tensor, tape: Tape) -> None:
+def _round(call: Call, dq_sum: torch.Tensor, turns: Turns | None, dq: torch.Tensor, tape: Tape) -> None:
     p, (batch, heads, rows, width) = call.problem, dq_sum.shape
-    arguments = (dq_sum, rows_of(dq, p.packed), p.softmax_scale, rows, heads, _ROWS, p.head_dim, width)
+    arguments = (
+        dq_sum, None if turns is None else turns.added, rows_of(dq, p.packed), p.softmax_scale, rows, heads, _ROWS,
+        tile_of(p).block_m, p.head_dim, width,
+    )  # fmt: skip
     tape.launch(round_kernel, batch * heads * -(-rows // _ROWS), arguments, num_warps=4)
 
 
@@ -248,12 +244,12 @@ def _keys_dealt(call: Call, tile: TileConfig) -> tuple[Dealt, torch.Tensor | Non
     bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
     together = max(1, _L2 // bytes_of_pair, -(-programs // -(-p.seqlen_k // tile.block_n)))
     how = (seen, tile.block_n, tile.block_m, p.batch * p.heads_kv, programs, p.device, together)
-    return deal_in_turn(*how) if not _apart(p) and _in_turn(p) else (deal(*how), None)
+    return deal_in_turn(*how) if _in_turn(p) else (deal(*how), None)
 
 
-def _turns(call: Call, tile: TileConfig, tape: Tape) -> Turns | None:
+def _turns(call: Call, tape: Tape) -> Turns | None:
     """In which order dq is added up; None: in any."""
-    p = call.problem
+    p, tile = call.problem, tile_of(call.problem)
     if not _in_turn(p):
         return None
     _, waves = _keys_dealt(call, tile)
@@ -275,15 +271,15 @@ def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: Tile
 
 
 def _gather(
-    call: Call, inputs: Inputs, do: torch.Tensor, sums: tuple[Stats, torch.Tensor], result: dict[str, torch.Tensor],
-    tape: Tape,
+    call: Call, inputs: Inputs, do: torch.Tensor, sums: tuple[Stats, torch.Tensor, Turns | None],
+    result: dict[str, torch.Tensor], tape: Tape,
 ) -> None:  # fmt: skip
     """dk, dv and the sum of dq."""
-    p, tile, (stats, dq_sum) = call.problem, tile_of(call.problem), sums
+    p, tile, (stats, dq_sum, turns) = call.problem, tile_of(call.problem), sums
     variant, extra = call.variant(tile, transposed=True)
     band = call.sizes[3:]
     shape = _shape(p, variant, band, tile)
-    listed, turns = _listed(call, variant, inputs, result["k"], tile, tape), _turns(call, tile, tape)
+    listed = _listed(call, variant, inputs, result["k"], tile, tape)
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)

@@ -1,7 +1,7 @@
 """Around the backward kernel: what it needs of every row, and dq from its fp32 sum. Plain Triton, bound by memory.
 
-HBM: `row_kernel` reads o, do and lse once and writes lse2, delta and the zeros of dq's sum; `round_kernel`
-reads the sum and writes dq.
+HBM: `row_kernel` reads o, do and lse once and writes lse2, delta and the zeros of dq's sum, where it begins with zeros;
+`round_kernel` reads the sum and writes dq.
 """
 
 from __future__ import annotations
@@ -81,9 +81,14 @@ def row_kernel(
 
 @triton.jit(do_not_specialize=["rows", "heads"])
 def round_kernel(
-    dq_sum, dq, scale, rows, heads, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+    dq_sum, added, dq, scale, rows, heads, BLOCK: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``dq = scale · sum``, from [B, Hq, rows, WIDTH] to [B, rows, Hq, D]."""
+    """``dq = scale · sum``, from [B, Hq, rows, WIDTH] to [B, rows, Hq, D].
+
+    `added`, int32 [B, Hq, tiles of TILE rows], if it is there, says how often a sum was added to: a sum of nothing was
+    not written.
+    """
     blocks = tl.cdiv(rows, BLOCK)
     pid = tl.program_id(0)
     pair = pid // blocks
@@ -92,6 +97,10 @@ def round_kernel(
     wide = tl.arange(0, WIDTH)
     inside = offs < rows
     first = (pair.to(tl.int64) * rows + offs) * WIDTH
-    total = tl.load(dq_sum + first[:, None] + wide[None, :], mask=inside[:, None], other=0.0)
+    written = inside
+    if added is not None:
+        tiles = pair * tl.cdiv(rows, TILE) + offs // TILE
+        written = inside & (tl.load(added + tiles, mask=inside, other=0) > 0)
+    total = tl.load(dq_sum + first[:, None] + wide[None, :], mask=written[:, None], other=0.0)
     there = inside[:, None] & (wide < HEAD_DIM)[None, :]
     tl.store(_at(dq, b, offs, h, wide), (total * scale).to(dq.ptr.dtype.element_ty), mask=there)

@@ -1,8 +1,9 @@
 """In which order tiles of keys add to the same rows of dq, where every bit of the sum is to be repeatable.
 
 Every tile of rows has a counter: how many tiles of keys have added to it. The warp that adds waits until the counter
-says that it is its tile's turn, and counts on once the sum is in memory. Nobody waits for anything else, so all ends if
-the order is one that the programs can keep: see `schedule.deal_in_turn`, which makes it, and why it fits.
+says that it is its tile's turn, and counts on once the sum is in memory. Whose turn is first overwrites what is there,
+so no zeros are written before. Nobody waits for anything else, so all ends if the order is one that the programs can
+keep: see `schedule.deal_in_turn`, which makes it, and why it fits.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ class Tile(NamedTuple):
 class Shape(NamedTuple):
     """Compile-time sizes, and which of the ways the kernel takes.
 
-    O_PARTS: O leaves in so many parts of its columns, one after the other, for want of shared memory. D_HIGH, DV_HIGH: 0, or how much of a head dim
-    lies beyond the power of two below it, rounded up to one: the buffer is wider, but no more is multiplied. PACKED:
-    sequences are members of a packed call. DIRECT_O: no TMA for O, whose dtype or head dim it cannot store. CLEAN: what
-    is not finite in v reaches the rows that see it, and no others. STACK: so many heads of a group share a tile, whose
-    rows are those of the first position, one for each head, then those of the next.
+    O_PARTS: O leaves in so many parts of its columns, one after the other, for want of shared memory. D_HIGH, DV_HIGH:
+    0, or how much of a head dim lies beyond the power of two below it, rounded up to one: the buffer is wider, but no
+    more is multiplied. PACKED: sequences are members of a packed call. DIRECT_O: no TMA for O, whose dtype or head dim
+    it cannot store. CLEAN: what is not finite in v reaches the rows that see it, and no others. STACK: so many heads of
+    a group share a tile, whose rows are those of the first position, one for each head, then those of the next.
     """
 
     BLOCK_M: Any

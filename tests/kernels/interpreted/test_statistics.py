@@ -64,10 +64,16 @@ def test_rows_of_members() -> None:
     assert not dq_sum.count_nonzero()
 
 
-def test_rounding() -> None:
+@pytest.mark.parametrize("counted", [False, True])
+def test_rounding(counted: bool) -> None:
+    """A sum that nobody added to was not written."""
     torch.manual_seed(0)
     dq_sum = torch.randn(BATCH, HEADS, ROWS, WIDTH)
     dq = torch.full((BATCH, ROWS, HEADS, DIM), float("nan"), dtype=torch.float16)
-    blocks = -(-ROWS // BLOCK)
-    round_kernel[(BATCH * HEADS * blocks,)](dq_sum, rows_of(dq), 0.125, ROWS, HEADS, BLOCK, DIM, WIDTH)
-    assert torch.equal(dq, (dq_sum[..., :DIM].transpose(1, 2) * 0.125).half())
+    blocks, added = -(-ROWS // BLOCK), None
+    if counted:
+        added = torch.ones(BATCH, HEADS, 3, dtype=torch.int32)
+        added[1, 2, 1] = 0
+        dq_sum[1, 2, 16:32] = float("nan")
+    round_kernel[(BATCH * HEADS * blocks,)](dq_sum, added, rows_of(dq), 0.125, ROWS, HEADS, BLOCK, 16, DIM, WIDTH)
+    assert torch.equal(dq, (dq_sum.nan_to_num()[..., :DIM].transpose(1, 2) * 0.125).half())
