@@ -90,7 +90,7 @@ def test_a_gradient_at_a_time(options: dict[str, Any]) -> None:
 IN_TURN = (
     r"ld\.acquire\.gpu[^$]*?fence\.proxy\.async",
     r"cp\.async\.bulk\.tensor\.4d\.global\.shared",
-    r"cp\.reduce\.async\.bulk.*?commit_group.*?wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release\.gpu",
+    r"cp\.reduce\.async\.bulk.*?commit_group.*?wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release",
 )
 
 

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..kernels.score import Variant
 from . import scores, unread
 from .epilogue import store
-from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, specialize
+from .pipeline import arrived, make_ring, make_turns, my_turn, next_turn, produce, release, specialize, tma_load
 from .products import add, added, as_operand, marred, multiply, packed, scaled
 from .scores import each_row, score_layout, unit_of
 from .unread import LOOKERS
@@ -80,9 +80,13 @@ class Consumers(NamedTuple):
 @gluon.jit
 def load_rows(io, q, b, seq, m0, n, shape):
     """Ask for Q of a program's tile n."""
+    stage = n % q.STAGES
+    mbarrier.wait(q.empty.index(stage), ((n // q.STAGES) & 1) ^ 1)
+    mbarrier.expect(q.full.index(stage), shape.CONSUMERS * io.q_desc.block_type.nbytes)
     for w in gl.static_range(shape.CONSUMERS):
         row = seq.q_start + first_row(m0, w, shape)
-        produce(q, io.q_desc, [b, row, seq.h * shape.STACK, 0], n * shape.CONSUMERS + w)
+        q_smem = q.tiles.index(stage * shape.CONSUMERS + w)
+        tma_load(io.q_desc, [b, row, seq.h * shape.STACK, 0], q.full.index(stage), q_smem)
 
 
 @gluon.jit
@@ -99,20 +103,25 @@ def load(io, q, k, v, band, work, variant, extra, shape):
             b = seq.b
             if shape.PACKED:
                 b = 0
-            key = seq.k_start + first_key(tile, tile.hi - 1, variant, shape)
-            # With one buffer for rows, the first keys need not wait until the rows before have left it.
-            if q.STAGES > shape.CONSUMERS:
+            if q.STAGES > 1:
                 load_rows(io, q, b, seq, m0, n, shape)
-            produce(k, io.k_desc, [b, key, head, 0], i)
-            if q.STAGES == shape.CONSUMERS:
+                for d in range(tile.hi - tile.lo):
+                    row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
+                    produce(k, io.k_desc, [b, row, head, 0], i)
+                    produce(v, io.v_desc, [b, row, head, 0], i)
+                    i += 1
+            else:
+                # The first keys need not wait until the rows before have left the one buffer.
+                row = seq.k_start + first_key(tile, tile.hi - 1, variant, shape)
+                produce(k, io.k_desc, [b, row, head, 0], i)
                 load_rows(io, q, b, seq, m0, n, shape)
-            last = tile.hi - tile.lo
-            for d in range(1, last + 1):
-                produce(v, io.v_desc, [b, key, head, 0], i)
+                for d in range(1, tile.hi - tile.lo):
+                    produce(v, io.v_desc, [b, row, head, 0], i)
+                    i += 1
+                    row = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
+                    produce(k, io.k_desc, [b, row, head, 0], i)
+                produce(v, io.v_desc, [b, row, head, 0], i)
                 i += 1
-                if d < last:
-                    key = seq.k_start + first_key(tile, tile.hi - 1 - d, variant, shape)
-                    produce(k, io.k_desc, [b, key, head, 0], i)
         t = upcoming
 
 
@@ -341,10 +350,12 @@ def compute(io, q, k, v, consumers, band, work, variant, extra, shape, W: gl.con
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
             rows = rows_of(m0, W, shape)
-            q_smem = arrived(q, n * shape.CONSUMERS + W, 64, shape.BLOCK_D)
+            stage = n % q.STAGES
+            q_smem = q.tiles.index(stage * shape.CONSUMERS + W).reshape([64, shape.BLOCK_D])
+            mbarrier.wait(q.full.index(stage), (n // q.STAGES) & 1)
             state, i = attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant, extra, shape, W)
             acc, tail, p32, scale, shift, l_i = state
-            release(q, n * shape.CONSUMERS + W)
+            mbarrier.arrive(q.empty.index(stage), count=1)
             p16 = as_operand(p32, io.q_desc.dtype, score_layout(low(shape.BLOCK_DV, shape.DV_HIGH)))
             acc, tail = add(acc, tail, p16, arrived(v, i - 1, shape.BLOCK_N, shape.BLOCK_DV), shape)
             acc, tail, p16 = added(acc, tail, p16, shape)
@@ -366,7 +377,7 @@ def roles(
     """Buffers and barriers, and who does what with them."""
     # Q of a program's next tile arrives while this one is computed, where there is room for both.
     Q_STAGES: gl.constexpr = 2 if shape.BLOCK_D + shape.BLOCK_DV <= 256 else 1
-    q = make_ring(q_desc, Q_STAGES * shape.CONSUMERS, 1)
+    q = make_ring(q_desc, Q_STAGES, shape.CONSUMERS, shape.CONSUMERS)
     k = make_ring(k_desc, STAGES, shape.CONSUMERS)
     # The looker releases values too.
     v = make_ring(v_desc, STAGES, shape.CONSUMERS + shape.CLEAN)

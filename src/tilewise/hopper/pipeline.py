@@ -61,9 +61,12 @@ class Ring(NamedTuple):
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring for tiles of `desc`, each released by CONSUMERS partitions."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.constexpr = 1):
+    """A ring for tiles of `desc`, each released by CONSUMERS partitions.
+
+    A stage holds EACH of them: tile k of it is ``stage * EACH + k``.
+    """
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * EACH] + desc.block_type.shape, desc.layout)
     return ring_of(tiles, STAGES, CONSUMERS)
 
 
