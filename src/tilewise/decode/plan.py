@@ -10,7 +10,9 @@ Two ways to cut, both from sizes and lengths alone, so a plan is computed on the
 
 - *Balanced*: all tiles in a row, item after item, are cut into as many runs as there are programs, or tiles if those
   are fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one
-  moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Piece of program p:
+  moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Nor is any, where the
+  items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`): then there
+  is nothing to merge. Piece of program p:
   slot ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the
   one it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
@@ -29,6 +31,8 @@ from ..kvcache import SPLIT_UNIT, CacheProblem, Lengths, Static, key_range
 
 # Columns of `WorkList.pieces`.
 SEQUENCE, ROW_TILE, HEAD, KEY_LO, KEY_HI, SLOT = range(6)
+# No item is cut if the busiest program then has at most an nth more than an even share; merging costs as much.
+WHOLE_COST = 12
 # In the column SLOT: the piece is its whole item, which goes straight to the output.
 WHOLE = -1
 
@@ -200,13 +204,20 @@ def _owner(ends: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Where each program's run of tiles begins; the last entry is the number of tiles."""
     total = ends[-1]
+    program = torch.arange(plan.programs + 1, device=ends.device)
     # A program more than there are tiles would have none, and come between those that share an item.
     busy = total.clamp(1, plan.programs)
-    raw = torch.minimum(torch.arange(plan.programs + 1, device=ends.device), busy) * total // busy
+    raw = torch.minimum(program, busy) * total // busy
     owner = _owner(ends, raw)
     begin, end = begins[owner], ends[owner]
     nearer = torch.where(2 * (raw - begin) < end - begin, begin, end)
-    return torch.where((items.tiles[owner] <= plan.whole) & (raw < total), nearer, raw)
+    even = torch.where((items.tiles[owner] <= plan.whole) & (raw < total), nearer, raw)
+    # Or each program has the same number of items, of those that there are.
+    rank = (items.tiles > 0).cumsum(0)
+    each = -(-rank[-1] // plan.programs)
+    alike = WHOLE_COST * each * items.tiles.max() * plan.programs <= (WHOLE_COST + 1) * total
+    item = torch.searchsorted(rank, program * each, right=True)
+    return torch.where(alike, torch.cat([begins, ends[-1:]])[item], even)
 
 
 def _fixed(plan: Plan, items: Items) -> WorkList:

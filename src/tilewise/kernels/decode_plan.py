@@ -21,6 +21,8 @@ BY_SIZE = tl.constexpr(1)
 BY_NUMBER = tl.constexpr(2)
 # `kvcache.SPLIT_UNIT`, as a kernel may name it.
 SPLIT_UNIT = tl.constexpr(128)
+# `decode.plan.WHOLE_COST`.
+WHOLE_COST = tl.constexpr(12)
 # Groups that a program looks at in one go.
 CHUNK = tl.constexpr(128)
 
@@ -115,6 +117,14 @@ def _units(g, slots, limits, work, shape, left, right):
 
 
 @triton.jit
+def _items_each(total, longest, items, programs):
+    """How many whole items a program has, if that is not much more than an even share; else 0."""
+    each = tl.cdiv(items, programs)
+    alike = WHOLE_COST * each * longest.to(tl.int64) * programs <= (WHOLE_COST + 1) * total.to(tl.int64)
+    return tl.where(alike, each, 0)
+
+
+@triton.jit
 def _bound(raw, total, before, units, work, shape):
     """A bound between programs, moved to the nearer end of an item that is not to be cut."""
     bound = raw
@@ -126,13 +136,28 @@ def _bound(raw, total, before, units, work, shape):
 
 
 @triton.jit
+def _totals(offs, slots, limits, work, shape, left, right):
+    """Of all groups: units of one head together, the most that one has, and how many have any."""
+    CHUNK: tl.constexpr = offs.shape[0]
+    groups = limits.batch * work.row_tiles
+    total = groups * 0
+    longest = total
+    there = total
+    for c in range(0, groups, CHUNK):
+        units = _units(c + offs, slots, limits, work, shape, left, right)
+        total += tl.sum(units, 0)
+        if shape.MODE == BALANCED:
+            longest = tl.maximum(longest, tl.max(units, 0))
+            there += tl.sum((units > 0).to(tl.int32), 0)
+    return total, longest, there
+
+
+@triton.jit
 def share(program, programs, offs, slots, limits, work, shape, left, right):
     """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
     CHUNK: tl.constexpr = offs.shape[0]
     groups = limits.batch * work.row_tiles
-    total = groups * 0
-    for c in range(0, groups, CHUNK):
-        total += tl.sum(_units(c + offs, slots, limits, work, shape, left, right), 0)
+    total, longest, there = _totals(offs, slots, limits, work, shape, left, right)
     total = total * shape.HEADS_KV
     busy = tl.minimum(tl.maximum(total, 1), programs)
     # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
@@ -142,6 +167,13 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
     at1 = tl.minimum(program + 1, busy)
     raw0 = at0 * each + at0 * over // busy
     raw1 = at1 * each + at1 * over // busy
+    # With whole items alone, how many come before each bound; those of a group follow each other.
+    items = there * shape.HEADS_KV
+    whole = groups * 0
+    if shape.MODE == BALANCED:
+        whole = _items_each(total, longest, items, programs)
+    item0 = program * whole
+    item1 = item0 + whole
     # Of both bounds the group that holds it, units before that and of it.
     g0 = groups * 0
     before0 = g0
@@ -149,13 +181,26 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
     before1 = g0
     units1 = g0
     sofar = g0
+    items_before = g0
     for c in range(0, groups, CHUNK):
         units = _units(c + offs, slots, limits, work, shape, left, right)
         ends = sofar + tl.cumsum(units, 0) * shape.HEADS_KV
         begins = ends - units * shape.HEADS_KV
-        g0 += tl.sum((ends <= raw0).to(tl.int32), 0)
+        past0 = ends <= raw0
         here0 = (begins <= raw0) & (raw0 < ends)
         here1 = (begins <= raw1) & (raw1 < ends)
+        if shape.MODE == BALANCED:
+            some = units > 0
+            passed = items_before + tl.cumsum(some.to(tl.int32), 0) * shape.HEADS_KV
+            reached = passed - shape.HEADS_KV
+            past0 = tl.where(whole > 0, passed <= item0, past0)
+            here0 = tl.where(whole > 0, some & (reached <= item0) & (item0 < passed), here0)
+            here1 = tl.where(whole > 0, some & (reached <= item1) & (item1 < passed), here1)
+            items_before = tl.max(passed, 0)
+            # Where the item begins stands in for a bound anywhere.
+            raw0 += tl.sum(tl.where(here0 & (whole > 0), begins + (item0 - reached) * units - raw0, 0), 0)
+            raw1 += tl.sum(tl.where(here1 & (whole > 0), begins + (item1 - reached) * units - raw1, 0), 0)
+        g0 += tl.sum(past0.to(tl.int32), 0)
         before0 += tl.sum(tl.where(here0, begins, 0), 0)
         units0 += tl.sum(tl.where(here0, units, 0), 0)
         before1 += tl.sum(tl.where(here1, begins, 0), 0)
@@ -163,6 +208,9 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
         sofar = tl.max(ends, 0)
     first = _bound(raw0, total, before0, units0, work, shape)
     last = _bound(raw1, total, before1, units1, work, shape)
+    if shape.MODE == BALANCED:
+        first = tl.where(whole > 0, tl.where(item0 < items, raw0, total), first)
+        last = tl.where(whole > 0, tl.where(item1 < items, raw1, total), last)
     return Share(first, last, total, g0, before0)
 
 

@@ -66,6 +66,8 @@ def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
 CALLS: dict[str, dict[str, Any]] = {
     "even": {"used": (640, 640, 640)},
     "uneven": {"used": (1000, 3, 0, 170, 64)},
+    "alike": {"used": (640,) * 5},
+    "nearly alike": {"used": (640, 600, 0, 620, 640, 630, 610, 590, 0, 625, 640)},
     "one": {"used": (1000,)},
     "nothing": {"used": (0, 0)},
     "nobody": {"used": ()},
