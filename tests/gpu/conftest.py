@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 _CAN = torch.cuda.is_available()
@@ -14,3 +17,19 @@ _NEEDS = {
 }
 collect_ignore = [name for name, met in _NEEDS.items() if not met]
 collect_ignore_glob = [] if _CAN else ["*.py"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels as they are compiled, or loaded from disk for the first time in this process."""
+    import triton
+
+    names: list[str] = []
+
+    def note(*, fn: Any, **_: Any) -> None:
+        names.append(fn.name)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    # For hooks Triton writes down what it compiles for as JSON, which knows no functions.
+    monkeypatch.setattr(triton.runtime.jit, "serialize_specialization_data", lambda *_: "")
+    return names

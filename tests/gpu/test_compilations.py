@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -15,18 +13,6 @@ from variations import FEATURES, PACKED, PACKED_LENGTHS, SIZES, packed, tensors
 
 # Hopper's own kernels drop a window's bound that lies past every key, so windows are left to the other backend.
 BEST = ["plain", "causal", "scale"]
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels as they are compiled, or loaded from disk for the first time in this process."""
-    names: list[str] = []
-
-    def note(*, fn: Any, **_: Any) -> None:
-        names.append(fn.name)
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    return names
 
 
 def forward_and_backward(call: Call, backend: str | None) -> None:
@@ -76,7 +62,11 @@ def test_lengths_batches_and_values(name: str, compiled: list[str]) -> None:
 
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_backend(name: str, compiled: list[str]) -> None:
-    assert_compiled_once(calls(name), compiled, None)
+    made = calls(name)
+    # Calls of few rows stack the heads of a group, in a kernel of their own.
+    few = min(made, key=lambda call: call.q.shape[1])
+    forward_and_backward(few, None)
+    assert_compiled_once(made, compiled, None)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -85,7 +85,7 @@ def dense(n: int, heads_kv: int, name: str, with_lse: bool, backend: str | None)
             return tilewise.attention(q, k, v, return_lse=True, backend=backend, **options)
 
         run = forward_and_backward(attend, leaves, with_lse)
-        plans._kept.clear()
+        plans._kept._made.clear()
         measured = usage(run)
     return measured
 
@@ -135,7 +135,7 @@ def test_what_is_kept_of_a_plan() -> None:
     mask = tilewise.BlockMask(torch.ones(1, HEADS, LONG // 128, LONG // 128, dtype=torch.bool, device="cuda"), 128, 128)
     q, k, v = (drawn(1, LONG, HEADS, HEAD_DIM).requires_grad_() for _ in range(3))
     tilewise.attention(q, k, v, mask=mask, backend="triton").sum().backward()
-    kept = [plan["plan"] for plan in plans._kept[mask.tiles].values()]
+    kept = [made.tensor for made in plans._kept._made[mask.tiles].values()]
     # Keys for tiles of rows, forward and dq, and rows for tiles of keys; the tables' smallest tile here is 64 x 64.
     assert 2 <= len(kept) <= 3
     tiles = LONG // 64

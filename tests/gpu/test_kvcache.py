@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from subjects import BACKENDS
 
 import tilewise
@@ -89,18 +88,6 @@ def test_replay_with_other_lengths(kind: str, backend: str | None) -> None:
         graph.replay()
         torch.cuda.synchronize()
         _check(replace(call, k_cache=other.k_cache, v_cache=other.v_cache), result)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels as they are compiled, or loaded from disk for the first time in this process."""
-    names: list[str] = []
-
-    def note(*, fn: Any, **_: Any) -> None:
-        names.append(fn.name)
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    return names
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

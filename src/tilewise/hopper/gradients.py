@@ -37,8 +37,8 @@ _Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
-# Up to so many keys dq is added up in turn (docs/tuning.md).
-FEW_KEYS = 2048
+# Up to so many elements of the keys that the middle row sees, dq is added up in turn (docs/tuning.md).
+FEW_KEYS = 2304 * 128
 _STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
 
@@ -66,11 +66,12 @@ def _in_turn(problem: Problem) -> bool:
     Their sum needs no zeros before. With few keys that saves more than waiting costs.
     """
     options = problem.options
-    wanted = options.deterministic or problem.seqlen_k <= FEW_KEYS
-    if not wanted or _is_wide(problem) or problem.packed or not is_band(options.mask):
+    if _is_wide(problem) or problem.packed or not is_band(options.mask):
         return False
     band = launch.bounds(problem)[0]
-    return band.left is None or (band.right is not None and band.left + band.right >= 0)
+    some = band.left is None or (band.right is not None and band.left + band.right >= 0)
+    few = band.middle_keys() * max(problem.head_dim, problem.head_dim_v) <= FEW_KEYS
+    return some and (few or options.deterministic)
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
