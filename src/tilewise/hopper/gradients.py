@@ -207,9 +207,9 @@ def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
         call.sizes[3:],
     )
     if of_rows:
-        return Members(*offsets, None, inputs.seqused_k, longest, right)
+        return Members(*offsets, None, inputs.seqused_k, longest, right, len(inputs.k), *launch.near_keys(p))
     # Keys see rows as rows see keys.
-    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], left)
+    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], left, len(inputs.q), _L2, _row_bytes(p))
 
 
 def _listed(
@@ -237,13 +237,17 @@ def _listed(
     return Listed(tape.constant(dealt.table), dealt.rounds, dealt.programs)
 
 
+def _row_bytes(problem: Problem) -> int:
+    """Of q, do and the sum of dq, in a row of the heads of one group."""
+    return problem.group_size * (8 * problem.head_dim + 2 * problem.head_dim_v)
+
+
 def _keys_dealt(call: Call, tile: TileConfig) -> tuple[Dealt, torch.Tensor | None]:
     """Who works on which keys of a dense call with a band, and the waves where they take turns."""
     p, (left, right) = call.problem, call.sizes[3:]
     programs = processors(p.device)
     seen = Bounds(p.seqlen_k, p.seqlen_q, -int(p.offset(p.seqlen_q, p.seqlen_k)), right, left)
-    bytes_of_pair = p.group_size * p.seqlen_q * (8 * p.head_dim + 2 * p.head_dim_v)
-    together = max(1, _L2 // bytes_of_pair, -(-programs // -(-p.seqlen_k // tile.block_n)))
+    together = max(1, _L2 // (p.seqlen_q * _row_bytes(p)), -(-programs // -(-p.seqlen_k // tile.block_n)))
     how = (seen, tile.block_n, tile.block_m, p.batch * p.heads_kv, programs, p.device, together)
     return deal_in_turn(*how) if _in_turn(p) else (deal(*how), None)
 

@@ -98,12 +98,17 @@ class Tiles(NamedTuple):
     block_n: int
 
 
+def near_keys(problem: Problem) -> tuple[int, int]:
+    """What of L2 keys and values that are worked on at once may take, and those of one key and head take, in bytes."""
+    return _L2, (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+
+
 def deal_rows(problem: Problem, band: Bounds, tiles: Tiles) -> Dealt:
     """Who works on which tiles of rows, of all heads."""
-    keys = band.len_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    l2, each = near_keys(problem)
     # Heads of a group have the same keys.
     sharing = tiles.heads // problem.heads_kv
-    together = max(1, _L2 // max(1, keys)) * sharing
+    together = max(1, l2 // max(1, band.len_k * each)) * sharing
     pairs = problem.batch * tiles.heads
     return deal_nearby(band, tiles.block_m, tiles.block_n, pairs, processors(problem.device), problem.device, together)
 

@@ -1,8 +1,10 @@
 """The tiles of a packed call, listed on the device: who works on what follows from lengths that the host does not know.
 
-One program per member writes a record for each of its tiles of rows into the place that the tile has among all tiles,
-the longest first: it counts, for every member in closed form, how many tiles come before. Programs of the forward then
-take the list in turns. Rows that belong to no member are written here, for nobody comes by there.
+One program per member writes a record for each of its tiles of rows, into the place that the tile has in its group of
+members, the longest first: it counts, for every member in closed form, how many tiles come before. A group's members,
+and so many heads, are worked on at once, so that their keys stay in L2. From each such block to the next the direction
+turns round, and the last ends with its shortest tiles: programs that take the order in turns, there and back again,
+then have about the same to do. Rows that belong to no member are written here, for nobody comes by there.
 
 The order needs no exact cost, only one that is the same for all and never falls along a member's rows.
 """
@@ -15,10 +17,11 @@ import triton
 import triton.language as tl
 
 # Numbers in a record: batch entry, first row inside the member, first row of the member in q, rows, first row in k,
-# keys, offset of the diagonal. Record 0 holds how many records follow.
+# keys, offset of the diagonal. Record 0 holds how many records follow. Behind the last record that there can be lies
+# the order: for tiles of all heads, ``record * heads + head``.
 RECORD = tl.constexpr(8)
-# Tiles and members that are compared at once, and a piece of what is blank.
-_TILES, _MEMBERS, _ROWS, _COLUMNS = (tl.constexpr(n) for n in (16, 128, 8, 256))
+# Tiles, members and heads that are looked at at once, and a piece of what is blank.
+_TILES, _MEMBERS, _HEADS, _ROWS, _COLUMNS = (tl.constexpr(n) for n in (16, 128, 16, 8, 256))
 
 
 class Lengths(NamedTuple):
@@ -43,6 +46,21 @@ class Reach(NamedTuple):
     most: Any
     TOP_LEFT: Any
     BLOCK_M: Any
+
+
+class Together(NamedTuple):
+    """What is worked on at once: so many heads, and members whose keys begin in the same run of so many keys."""
+
+    heads: Any
+    keys: Any
+
+
+class Group(NamedTuple):
+    """Members that are worked on at once: tiles of groups before them, their own, and how many groups come after."""
+
+    start: Any
+    tiles: Any
+    after: Any
 
 
 class Member(NamedTuple):
@@ -103,8 +121,25 @@ def first_above(member, level, reach):
 
 
 @triton.jit
-def place_of(b, m, own, lengths, reach):
-    """How many tiles of all members come before the tiles m of member b: the dearer ones, then those before it."""
+def group_of(b, own, lengths, reach, together):
+    """The group of member b."""
+    mine = own.k_start // together.keys
+    start, tiles, after = mine * 0, mine * 0, mine * 0
+    for first in range(0, lengths.members, _MEMBERS):
+        others = first + tl.arange(0, _MEMBERS)
+        member = member_of(others, lengths, reach)
+        theirs = member.k_start // together.keys
+        start += tl.sum(tl.where(theirs < mine, member.tiles, 0), 0)
+        tiles += tl.sum(tl.where(theirs == mine, member.tiles, 0), 0)
+        later = (others > b) & (others < lengths.members)
+        before = tl.load(lengths.cu_k + others - 1, mask=later, other=0).to(tl.int32) // together.keys
+        after += tl.sum((later & (theirs > before)).to(tl.int32), 0)
+    return Group(start, tiles, after)
+
+
+@triton.jit
+def place_of(b, m, own, lengths, reach, together):
+    """How many tiles of its group come before the tiles m of member b: the dearer ones, then those before it."""
     level = cost(own, m, reach)
     place = m - first_above(own, level - 1, reach)
     for start in range(0, lengths.members, _MEMBERS):
@@ -112,8 +147,25 @@ def place_of(b, m, own, lengths, reach):
         member = member_of(others, lengths, reach)
         level_of = tl.where(others < b, level[:, None] - 1, level[:, None])  # [tiles, members]
         above = member.tiles[None, :] - first_above_of(member, level_of, reach)
-        place += tl.sum(above, 1)
+        near = member.k_start // together.keys == own.k_start // together.keys
+        place += tl.sum(tl.where(near[None, :], above, 0), 1)
     return place
+
+
+@triton.jit
+def put_in_order(order, place, mine, group, together, heads_all):
+    """Write where the tiles of these places in their group come, for every head."""
+    blocks = tl.cdiv(heads_all, together.heads)
+    record = group.start + place
+    for first in range(0, heads_all, _HEADS):
+        head = first + tl.arange(0, _HEADS)[None, :]
+        block = head // together.heads
+        width = tl.minimum(together.heads, heads_all - block * together.heads)
+        falls = (blocks - 1 - block + group.after * blocks) % 2 == 0
+        among = tl.where(falls, place[:, None], group.tiles - 1 - place[:, None])
+        at = group.start * heads_all + block * together.heads * group.tiles + among * width
+        at += head - block * together.heads
+        tl.store(order + at, record[:, None] * heads_all + head, mask=mine[:, None] & (head < heads_all))
 
 
 @triton.jit
@@ -143,23 +195,43 @@ def blank(out, lse, first, last, stride, total_q, width, heads):
 
 
 @triton.jit(
-    do_not_specialize=["members", "total_q", "max_q", "max_k", "right", "most", "width", "heads"],
+    do_not_specialize=[
+        "members",
+        "total_q",
+        "max_q",
+        "max_k",
+        "right",
+        "most",
+        "width",
+        "heads",
+        "tile_heads",
+        "near_heads",
+        "near_keys",
+        "most_records",
+    ],
     do_not_specialize_on_alignment=["cu_q", "cu_k", "used_q", "used_k"],
 )
 def list_kernel(
-    cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k, right, most, table, out, lse, width, heads,
-    TOP_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k, right, most, table, most_records, tile_heads,
+    near_heads, near_keys, out, lse, width, heads, TOP_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Programs: at least one per member; all share the rows after the last member."""
+    """Programs: at least one per member; all share the rows after the last member.
+
+    There is place for `most_records`, and `tile_heads` have tiles of their own.
+    """
     lengths = Lengths(cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k)
     reach = Reach(right, most, TOP_LEFT, BLOCK_M)
+    together = Together(near_heads, near_keys)
     b = tl.program_id(0)
     if b < lengths.members:
         own = member_of(b, lengths, reach)
+        group = group_of(b, own, lengths, reach, together)
         for start in range(0, own.tiles, _TILES):
             m = start + tl.arange(0, _TILES)
-            record = table + (1 + place_of(b, m, own, lengths, reach)) * RECORD
+            place = place_of(b, m, own, lengths, reach, together)
             mine = m < own.tiles
+            put_in_order(table + (1 + most_records) * RECORD, place, mine, group, together, tile_heads)
+            record = table + (1 + group.start + place) * RECORD
             tl.store(record, b, mask=mine)
             tl.store(record + 1, m * reach.BLOCK_M, mask=mine)
             tl.store(record + 2, own.q_start, mask=mine)

@@ -27,6 +27,8 @@ Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _orders = Kept()
 # Beyond this no bound of a band matters to the order of tiles.
 _FAR = 1 << 28
+# Of a packed call, in rounds of all programs: work that is not divided, and the least that is worked on at once.
+_FEW_ROUNDS, _LEAST_ROUNDS = 8, 4
 
 
 def is_band(mask: Mask) -> bool:
@@ -108,7 +110,8 @@ def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int) -> L
 
 class Members(NamedTuple):
     """Of a packed call whose tiles are listed: offsets of their own rows and of what they see, how much of each is in
-    use, the longest of both, and the band's bound after a row.
+    use, the longest of both, and the band's bound after a row; how many rows there are to be seen in all; what of L2
+    those may take that are seen at once, and each of them takes for a head of its own, in bytes.
     """
 
     own: torch.Tensor | None
@@ -117,29 +120,48 @@ class Members(NamedTuple):
     others_used: torch.Tensor | None
     longest: tuple[int, int]
     bound: int | None
+    seen: int
+    l2: int
+    each: int
+
+    def together(self, tiles: Tiles, sharing: int, total: int, programs: int) -> tuple[int, int]:
+        """How many heads, of which so many see the same rows, and how many of those rows are worked on at once.
+
+        Not so few that programs would have unequal work, and with `total` rows of little work all.
+        """
+        round_of = programs * tiles.block_m
+        if total * tiles.heads < _FEW_ROUNDS * round_of:
+            return tiles.heads, _FAR
+        least, apart = _LEAST_ROUNDS * round_of, tiles.heads // sharing
+        wanted = max(1, self.l2 // max(1, self.longest[1] * self.each), -(-least // (total * sharing)))
+        near = -(-apart // max(1, apart // wanted))
+        rows = max(1, self.l2 // (near * self.each), least * self.seen // (near * sharing * total))
+        return near * sharing, min(rows, _FAR)
 
 
 def by_length(
     call: Call, members: Members, blanked: tuple[torch.Tensor, torch.Tensor, int, int], tiles: Tiles, programs: int,
     tape: Tape,
 ) -> Listed:  # fmt: skip
-    """Tiles of a packed call in the order of how much they see, listed on the device.
+    """Tiles of a packed call, near ones together and in the order of how much they see, listed on the device.
 
     `blanked` are the output and a statistic of the own rows, where rows of no member become 0 and -inf, and how many
     columns and heads they have there: 0 leaves them.
     """
     p, total = call.problem, blanked[0].shape[0]
     most = -(-total // tiles.block_m) + p.batch
-    table = tape.empty((most + 1, packed.RECORD.value), torch.int32, blanked[0].device)
+    order = (most + 1) * packed.RECORD.value
+    table = tape.empty((order + most * tiles.heads,), torch.int32, blanked[0].device)
     left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
     reach = None if left is None or right is None else left + right + tiles.block_m
     bound = None if members.bound is None else min(members.bound, _FAR)
     arguments = (
-        *members[:4], p.batch, total, *members.longest, bound, reach, table, *blanked, p.options.align == TOP_LEFT,
+        *members[:4], p.batch, total, *members.longest, bound, reach, table, most, tiles.heads,
+        *members.together(tiles, tiles.heads // p.heads_kv, total, programs), *blanked, p.options.align == TOP_LEFT,
         tiles.block_m,
     )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, programs), arguments, num_warps=4)
-    return Listed(table, 0, min(programs, most * tiles.heads))
+    return Listed(table, order, min(programs, most * tiles.heads))
 
 
 def _listed(
@@ -150,7 +172,8 @@ def _listed(
     programs = processors(p.device)
     if p.packed:
         offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[4])
+        rows = len(inputs.k), *launch.near_keys(p)
+        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[4], *rows)
         return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, programs, tape)
     if plan is not None:
         return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), programs)

@@ -32,8 +32,9 @@ class Band(NamedTuple):
 class Work(NamedTuple):
     """Tiles dealt to programs: int32 [rounds + 1, programs], -1 for none; and what a tile's number means.
 
-    Of packed calls, `table` lists the members' tiles (see `packed`), and every tile has a number for each head. Where
-    heads of a group share a tile, `heads` and `group` count such stacks of heads.
+    Of packed calls, `table` lists the members' tiles (see `packed`), every tile has a number for each head, and
+    `rounds` says where in the table the order of these numbers begins. Where heads of a group share a tile, `heads` and
+    `group` count such stacks of heads.
     """
 
     table: Any
@@ -104,8 +105,8 @@ def dealt(work, n, shape):
     programs, program = gl.num_programs(0), gl.program_id(0)
     if shape.PACKED:
         # There and back again: who got the longest of one round gets the shortest of the next.
-        t = n * programs + gl.where((n & 1) == 0, program, programs - 1 - program)
-        t = gl.where(t < gl.load(work.table) * work.heads, t, -1)
+        at = n * programs + gl.where((n & 1) == 0, program, programs - 1 - program)
+        t = gl.load(work.table + work.rounds + at, mask=at < gl.load(work.table) * work.heads, other=-1)
     else:
         t = gl.load(work.table + n * programs + program)
     return t
