@@ -390,12 +390,16 @@ def test_the_softcap_of_small_scores_is_as_close_as_promised(scale: float, cap: 
     assert float((_fused(qk, factor, 0.0) - true).abs().max()) < 2e-7 * cap * math.log2(math.e)
 
 
+def plan_of(active: torch.Tensor) -> torch.Tensor:
+    """The lists of a block mask's tiles."""
+    problem, inputs = posed_call((64, 64), mask=tilewise.BlockMask(active, 128, 128))
+    variant, _ = prepare_records(problem, inputs).variant(launch.tile_of(problem))
+    return variant.plan
+
+
 def test_the_order_of_a_plan_has_every_tile_once(elsewhere: None) -> None:
     active = torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
-    problem, inputs = posed_call((64, 64), mask=tilewise.BlockMask(active, 128, 128))
-    call = prepare_records(problem, inputs)
-    variant, _ = call.variant(launch.tile_of(problem))
-    listed = variants.by_plan(variant.plan, (2, 4, 5), 7)
+    listed = variants.by_plan(plan_of(active), (2, 4, 5), 7, 1, 1 << 30, 1)
     numbers = listed.table[listed.table >= 0]
     assert listed.table.shape == (listed.rounds + 1, 7) and sorted(numbers.tolist()) == list(range(2 * 4 * 5))
     lengths = active.sum(-1).flatten()
@@ -403,6 +407,17 @@ def test_the_order_of_a_plan_has_every_tile_once(elsewhere: None) -> None:
     assert all(int(a.min()) >= int(b.max()) for a, b in pairwise(rounds))
     # Whoever has none is so in the last round alone: barriers count on it. The row after it is read ahead.
     assert (listed.table[:-2] >= 0).all() and (listed.table[-1] < 0).all()
+
+
+def test_a_plan_of_much_work_is_divided(elsewhere: None) -> None:
+    """Two heads at a time here, which is four rounds and more; each block turns round, and the last one falls."""
+    active = torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    listed = variants.by_plan(plan_of(active), (2, 4, 5), 2, 1, 1 << 30, 1)
+    rows = [row.flip(0) if n % 2 else row for n, row in enumerate(listed.table)]
+    numbers = torch.cat(rows)[: 2 * 4 * 5].long()
+    assert torch.equal(numbers // 10, torch.arange(4).repeat_interleave(10))
+    for falls, block in zip((False, True, False, True), active.sum(-1).flatten()[numbers].split(10), strict=True):
+        assert torch.equal(block, block.sort(descending=falls).values)
 
 
 def test_without_keys_only_sinks_are_seen(elsewhere: None) -> None:

@@ -226,7 +226,9 @@ def _listed(
         return by_length(call, _members(call, inputs, of_rows), (x, x, 0, 0), tiles, programs, tape)
     number = -(-length // tiles.block_m)
     if variant.plan is not None:
-        return by_plan(variant.plan, (p.batch, tiles.heads, number), programs)
+        l2, each = launch.near_keys(p) if of_rows else (_L2, _row_bytes(p))
+        sizes = (p.batch, tiles.heads, number)
+        return by_plan(variant.plan, sizes, programs, tiles.heads // p.heads_kv, others * each, l2)
     left, right = call.sizes[3:]
     off = int(p.offset(p.seqlen_q, p.seqlen_k))
     if of_rows:

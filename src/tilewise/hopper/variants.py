@@ -91,21 +91,36 @@ def _nothing_to_see(problem: Problem, inputs: Inputs, out: torch.Tensor, lse: to
     lse.copy_(seen)
 
 
-def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int) -> Listed:
-    """Tiles, of so many batch entries, heads and places, in the order of how long the plan's lists for them are, there
-    and back again.
+def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int, sharing: int, seen: int, l2: int) -> Listed:
+    """Tiles in the order of how long the plan's lists for them are, there and back again, in blocks as of `packed`.
+
+    Args:
+        plan: its lists.
+        sizes: batch entries, heads and places of tiles.
+        programs: that take them in turns.
+        sharing: heads that see the same rows.
+        seen: bytes of these rows.
+        l2: bytes that may be seen at once.
     """
-    number = math.prod(sizes)
+    number, places = math.prod(sizes), sizes[2]
     rounds = -(-number // programs)
+    pairs = sizes[0] * sizes[1]
+    together = sharing * max(1, l2 // max(1, seen), -(-_LEAST_ROUNDS * programs // max(1, places * sharing)))
+    if number < _FEW_ROUNDS * programs:
+        together = pairs
 
     def order() -> torch.Tensor:
-        lengths = plan[..., 1].expand(sizes).reshape(-1)
-        numbers = lengths.argsort(descending=True, stable=True).int()
+        lengths = plan[..., 1].expand(sizes).reshape(pairs, places).long()
+        block = (torch.arange(pairs, device=plan.device) // together)[:, None]
+        falls = (block[-1:] - block) % 2 == 0
+        most = lengths.max() + 1
+        keys = block * most + torch.where(falls, most - 1 - lengths, lengths)
+        numbers = keys.flatten().argsort(stable=True).int()
         table = torch.nn.functional.pad(numbers, (0, (rounds + 1) * programs - number), value=-1).view(-1, programs)
         table[1::2] = table[1::2].flip(1)
         return table
 
-    return Listed(_orders.get(plan, (*sizes[:2], programs), order), rounds, programs)
+    return Listed(_orders.get(plan, (*sizes[:2], programs, together), order), rounds, programs)
 
 
 class Members(NamedTuple):
@@ -176,7 +191,9 @@ def _listed(
         members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[4], *rows)
         return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, programs, tape)
     if plan is not None:
-        return by_plan(plan, (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m)), programs)
+        sizes = (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m))
+        l2, each = launch.near_keys(p)
+        return by_plan(plan, sizes, programs, tiles.heads // p.heads_kv, p.seqlen_k * each, l2)
     left, right = call.sizes[3:]
     band = Bounds(p.seqlen_q, p.seqlen_k, int(p.offset(p.seqlen_q, p.seqlen_k)), left, right)
     dealt = launch.deal_rows(p, band, tiles)
