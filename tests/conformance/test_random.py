@@ -18,7 +18,9 @@ from .test_layouts import LAYOUTS
 from .verify import compare, compute, declines
 
 # Of a few hundred examples each mask, modifier, layout and dtype meets each other one several times.
-EXAMPLES, EXAMPLES_INTERPRETED = 320, 24
+EXAMPLES = 320
+# Where nearly each is a kernel of its own, to be interpreted or compiled.
+EXAMPLES_OF_KERNELS = 24
 
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 SHORTHANDS = ("causal", "window")
@@ -60,7 +62,7 @@ def _verify(target: Target, call: Call, kind: str) -> None:
 
 
 def _examples(target: Target, share: float = 1.0) -> settings:
-    return settings(max_examples=int(share * (EXAMPLES_INTERPRETED if target.interpreted else EXAMPLES)))
+    return settings(max_examples=int(share * (EXAMPLES if target.name == "cpu" else EXAMPLES_OF_KERNELS)))
 
 
 def test_dense(target: Target) -> None:

@@ -24,7 +24,7 @@ import tilewise
 from tilewise import hopper, masks
 from tilewise.arguments import prepare
 from tilewise.hopper import launch, unread, variants
-from tilewise.hopper.schedule import Bounds, deal, deal_nearby
+from tilewise.hopper.schedule import Bounds, deal
 from tilewise.kernels import score
 from tilewise.kernels.call import prepare as prepare_records
 from tilewise.mask_algebra import Frame, interval
@@ -272,7 +272,7 @@ def test_every_tile_is_dealt_once_and_no_program_waits_long(bounds: Bounds) -> N
 @pytest.mark.parametrize("bounds", BANDS, ids=str)
 def test_pairs_in_groups_have_every_tile_once(bounds: Bounds, together: int) -> None:
     pairs, programs = 12, 7
-    dealt = deal_nearby(bounds, 128, 64, pairs, programs, torch.device("cpu"), together)
+    dealt = deal(bounds, 128, 64, pairs, programs, torch.device("cpu"), together)
     numbers = dealt.table[dealt.table >= 0]
     assert sorted(numbers.tolist()) == list(range(pairs * -(-bounds.len_q // 128)))
     assert bool((dealt.table[-1] < 0).all())
@@ -282,7 +282,7 @@ def test_pairs_in_groups_have_every_tile_once(bounds: Bounds, together: int) -> 
 def test_keys_come_from_memory_about_once(right: int | None, most: float) -> None:
     """256 pairs of 1024 keys of half a MiB, where 32 MiB stay in L2: their own 128 MiB are read, and little more."""
     bounds = Bounds(1024, 1024, 0, None, right)
-    dealt = deal_nearby(bounds, 128, 128, 256, 132, torch.device("cpu"), 32)
+    dealt = deal(bounds, 128, 128, 256, 132, torch.device("cpu"), 32)
     last: OrderedDict[int, None] = OrderedDict()
     missed = 0
     for number in (int(x) for x in dealt.table.flatten() if x >= 0):

@@ -18,7 +18,6 @@ from offline import SHARED, Compiled, catching
 
 from tilewise import BlockMask, ScoreMod, hopper
 from tilewise.arguments import prepare
-from tilewise.hopper.schedule import Bounds, deal
 
 ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
 # Matrix instructions of a tile: five products, of 16 columns or rows each.
@@ -150,17 +149,6 @@ def test_what_is_computed_anew_is_cheap(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("name", VARIANTS if ALL else ["packed"])
 def test_variants_compile(name: str) -> None:
     compiled(128, **VARIANTS[name])
-
-
-def test_heads_at_work_at_once() -> None:
-    """Every tile is dealt once, whatever is worked on together, and heads that are not come later."""
-    bounds = Bounds(1000, 1000, 0, None, 0)
-    dealt = deal(bounds, 128, 64, 6, 4, torch.device("cpu"), 2)
-    numbers = dealt.table[dealt.table >= 0]
-    assert sorted(numbers.tolist()) == list(range(6 * 8))
-    for column in dealt.table.T:
-        heads = [int(n) // 8 // 2 for n in column if n >= 0]
-        assert heads == sorted(heads)
 
 
 def declined(rows: int = 256, head_dim: int = 64, batch: int = 1, **options: Any) -> list[str]:

@@ -17,7 +17,7 @@ from ..mask_algebra import Frame
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 from .forward import forward_kernel
-from .schedule import Bounds, Dealt, deal_nearby
+from .schedule import Bounds, Dealt, deal
 from .work import Shape
 
 ROWS = 64  # of one warpgroup
@@ -110,7 +110,7 @@ def deal_rows(problem: Problem, band: Bounds, tiles: Tiles) -> Dealt:
     sharing = tiles.heads // problem.heads_kv
     together = max(1, l2 // max(1, band.len_k * each)) * sharing
     pairs = problem.batch * tiles.heads
-    return deal_nearby(band, tiles.block_m, tiles.block_n, pairs, processors(problem.device), problem.device, together)
+    return deal(band, tiles.block_m, tiles.block_n, pairs, processors(problem.device), problem.device, together)
 
 
 class Plan(NamedTuple):

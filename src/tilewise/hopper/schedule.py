@@ -58,22 +58,11 @@ def deal(
 ) -> Dealt:
     """The table for `pairs` (batch entry, head) pairs on so many programs.
 
-    `together`: so many pairs at once, those after them later; 0 for all.
-    """
-    lengths = _lengths(bounds, block_m, block_n)
-    order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
-    return _table(_hand_out(_by_groups(order, pairs, together or pairs), lengths, programs)[0], device)
-
-
-@lru_cache(maxsize=256)
-def deal_nearby(
-    bounds: Bounds, block_m: int, block_n: int, pairs: int, programs: int, device: torch.device, together: int
-) -> Dealt:
-    """As `deal`, so many pairs at once, so that their keys stay in L2 until all of their rows have seen them.
-
+    So many pairs are worked on `together` (0: all), so that what their tiles see stays in L2 until all have seen it.
     Only the shortest tiles of all pairs come last, and fill what is left until the last program ends. Where that is
     still much later than with all pairs at once, more of them are at once.
     """
+    together = together or pairs
     lengths = _lengths(bounds, block_m, block_n)
     order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
     _, soonest = _hand_out(_by_groups(order, pairs, pairs), lengths, programs)
