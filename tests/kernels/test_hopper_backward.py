@@ -87,7 +87,7 @@ def test_a_gradient_at_a_time(options: dict[str, Any]) -> None:
 # What the adding warp says: wait for the turn; wherever the compiler put that, write, if it is first, or else add; wait
 # until it is in memory, count on.
 IN_TURN = (
-    r"ld\.acquire\.gpu[^$]*?fence\.proxy\.async",
+    r"ld\.acquire\.gpu.*?fence\.proxy\.async",
     r"cp\.async\.bulk\.tensor\.4d\.global\.shared",
     r"cp\.reduce\.async\.bulk.*?commit_group.*?wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release",
 )
