@@ -13,6 +13,7 @@ from typing import Any
 import budgets
 import loops
 import pytest
+import test_hopper
 import torch
 from offline import SHARED, Compiled, catching, keys
 from test_cache_recompiles import FEATURES, SIZES, caches
@@ -93,17 +94,26 @@ def _turned() -> Options:
     return {"rotary": tilewise.Rotary(torch.empty(400, 32), torch.empty(400, 32), interleaved=True), **_new()}
 
 
-OPTIONS: dict[str, Options] = {
-    "modified": {"softcap": 3.0, "alibi_slopes": torch.empty(8), "sinks": torch.empty(8), "window": (9, 3)},
-    "score_mod": {"score_mod": tilewise.ScoreMod(_curve, None, (torch.empty(8, 7),))},
-    "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(_striped)},
+def modified(heads: int) -> Options:
+    """A window and what changes the scores of so many query heads."""
+    return {"softcap": 3.0, "alibi_slopes": torch.empty(heads), "sinks": torch.empty(heads), "window": (9, 3)}
+
+
+# Options of any call of two sequences and three rows.
+ANY: dict[str, Options] = {
     "tree": {"mask": torch.ones(1, 3, 3, dtype=torch.bool), "num_splits": 3},
-    "rotated": _turned(),
     "indexed": {
         "cache_batch_idx": torch.tensor([1, 0]), "cache_leftpad": torch.zeros(2, dtype=torch.int32), "split_size": 128
     },
     "unrounded": {"out_dtype": torch.float32},
 }  # fmt: skip
+OPTIONS: dict[str, Options] = {
+    "modified": modified(8),
+    "score_mod": {"score_mod": tilewise.ScoreMod(_curve, None, (torch.empty(8, 7),))},
+    "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(_striped)},
+    "rotated": _turned(),
+    **ANY,
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS if ALL else ["modified", "tree", "rotated"])
@@ -163,8 +173,7 @@ def test_a_replay_passes_what_triton_would(machine: Machine, name: str) -> None:
 
 def on_hopper(problem: CacheProblem) -> CacheProblem:
     """The call on a GPU that the kernel is for."""
-    there = replace(problem.attention, device=torch.device("cuda"), assumed_capability=(9, 0))
-    return replace(problem, attention=there)
+    return replace(problem, attention=test_hopper.posed(problem.attention))
 
 
 def test_what_it_declines_is_said() -> None:

@@ -16,6 +16,7 @@ import test_cache_replay
 import torch
 from offline import Compiled, catching, keys
 from test_hopper import check, check_budget, elsewhere  # noqa: F401 - a fixture
+from test_hopper_decode import ANY, modified, on_hopper
 from test_recompiles import assert_one_key
 from test_replay import Machine, machine  # noqa: F401 - a fixture
 
@@ -91,15 +92,11 @@ def _turned() -> Options:
 
 
 OPTIONS: dict[str, Options] = {
-    "modified": {"softcap": 3.0, "alibi_slopes": torch.empty(128), "sinks": torch.empty(128), "window": (9, 3)},
+    "modified": modified(128),
     "predicate": {"mask": masks.PrefixLM(4) | masks.Predicate(_striped)},
-    "tree": {"mask": torch.ones(1, 3, 3, dtype=torch.bool), "num_splits": 3},
     "rotated": _turned(),
-    "indexed": {
-        "cache_batch_idx": torch.tensor([1, 0]), "cache_leftpad": torch.zeros(2, dtype=torch.int32), "split_size": 128
-    },
-    "unrounded": {"out_dtype": torch.float32},
-}  # fmt: skip
+    **ANY,
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS if ALL else ["tree"])
@@ -126,12 +123,6 @@ def test_a_replay_passes_what_triton_would(
 ) -> None:
     monkeypatch.setattr(test_cache_replay, "posed", lambda name: posed(page_size=64, causal=True))
     test_cache_replay.assert_replayed(machine, hopper, "latent")
-
-
-def on_hopper(problem: CacheProblem) -> CacheProblem:
-    """The call on a GPU that the kernel is for."""
-    there = replace(problem.attention, device=torch.device("cuda"), assumed_capability=(9, 0))
-    return replace(problem, attention=there)
 
 
 def test_what_it_declines_is_said() -> None:

@@ -65,13 +65,13 @@ def deal(
     together = together or pairs
     lengths = _lengths(bounds, block_m, block_n)
     order = sorted(range(len(lengths)), key=lambda m: -lengths[m])
-    _, soonest = _hand_out(_by_groups(order, pairs, pairs), lengths, programs)
-    while True:
-        together = min(together, pairs)
+    all_at_once, soonest = _hand_out(_by_groups(order, pairs, pairs), lengths, programs)
+    while together < pairs:
         lists, end = _hand_out(_short_last(order, lengths, pairs, together), lengths, programs)
-        if together == pairs or end <= _UNEVEN * soonest:
+        if end <= _UNEVEN * soonest:
             return _table(lists, device)
         together *= 2
+    return _table(all_at_once, device)
 
 
 def _short_last(order: list[int], lengths: list[int], pairs: int, together: int) -> list[int]:
@@ -80,20 +80,20 @@ def _short_last(order: list[int], lengths: list[int], pairs: int, together: int)
     while last > 0 and lengths[order[last - 1]] < lengths[order[0]] and lengths[order[last - 1]] <= left:
         last -= 1
         left -= lengths[order[last]]
-    late = [pair * len(order) + m for m in order[last:] for pair in range(pairs)]
-    groups = (range(first, min(first + together, pairs)) for first in range(0, pairs, together))
-    return [pair * len(order) + m for group in groups for m in order[:last] for pair in group] + late
+    tiles = len(order)
+    return _by_groups(order[:last], pairs, together, tiles) + _by_groups(order[last:], pairs, pairs, tiles)
 
 
 def _lengths(bounds: Bounds, block_m: int, block_n: int) -> list[int]:
     return [bounds.key_tiles(m0, block_m, block_n) for m0 in range(0, bounds.len_q, block_m)]
 
 
-def _by_groups(order: Sequence[int], pairs: int, together: int) -> list[int]:
-    """The numbers of all tiles: of so many pairs at once, in this order of a pair's tiles."""
+def _by_groups(order: Sequence[int], pairs: int, together: int, tiles: int = 0) -> list[int]:
+    """The numbers of tiles: of so many pairs at once, in this order of a pair's, all of its `tiles` (0) or some."""
+    tiles = tiles or len(order)
     # Heads of one length follow each other, so that those at work at once are few and their keys stay in L2.
     groups = (range(first, min(first + together, pairs)) for first in range(0, pairs, together))
-    return [pair * len(order) + m for group in groups for m in order for pair in group]
+    return [pair * tiles + m for group in groups for m in order for pair in group]
 
 
 def _hand_out(numbers: Sequence[int], lengths: Sequence[int], programs: int) -> tuple[list[list[int]], float]:
