@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise
-from tilewise import Causal, Document, Predicate, ScoreMod, Window, eager
+from tilewise import Causal, Document, Predicate, ScoreMod, Window, dispatch, eager, served
 from tilewise.errors import ArgumentError, DtypeError, ShapeError, TilewiseError, UnsupportedError
 
 # Python functions that a known call may enter. Each costs about 0.1 us, and what it does at least as much.
@@ -432,3 +432,64 @@ def test_calls_with_other_gradients_of_scores_are_others() -> None:
     for needed in (False, True, False):
         tilewise.attention(q, q, q, alibi_slopes=torch.ones(2, requires_grad=needed))
     assert sorted(call.problem.options.needs_scores_grad for call in eager._calls.values()) == [False, True]
+
+
+def no_choice(problem: Any, pass_: str = "forward") -> str:
+    raise AssertionError("a backend was chosen anew")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_operators_know_their_calls(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled programs call nothing but operators: these must not choose anew in every step."""
+
+    def step() -> list[torch.Tensor]:
+        inputs = tensors(grad=True)
+        # Under a mode, eager calls take the way of compiled ones.
+        with Watching():
+            out = tilewise.attention(*inputs, **options)
+            out = out[0] if isinstance(out, tuple) else out
+            return [out, *torch.autograd.grad(out.square().sum(), inputs)]
+
+    first = step()
+    step()
+    assert known() == 0
+    monkeypatch.setattr(dispatch, "choose", no_choice)
+    assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+def test_operators_read_lengths_in_every_call() -> None:
+    def attend(*lengths: int) -> torch.Tensor:
+        with Watching():
+            return tilewise.attention_varlen(*packed(*lengths), max_seqlen_q=7, max_seqlen_k=7, causal=True)
+
+    results = [attend(3, 7), attend(7, 3), attend(3, 7)]
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+    with pytest.raises(ArgumentError, match="max_seqlen_q: got 7, but member 1 has 8 rows"):
+        attend(2, 8)
+
+
+def test_operators_look_at_functions_and_tensors_of_options_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [
+        {"score_mod": ScoreMod(lambda s, b, h, q, k: s * 0.5, lambda ds, s, b, h, q, k: ds * 0.5)},
+        {"mask": torch.ones(6, 8, dtype=torch.bool).tril()},
+        {"mask": Predicate(lambda b, h, q, k: k % 2 == 0)},
+    ]
+    for options in calls:
+        with Watching():
+            tilewise.attention(*tensors(), **options)
+    assert not served._served
+
+
+def test_the_operator_of_caches_knows_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, (k, v) = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 9, 2, 8)
+
+    def attend(used: int) -> torch.Tensor:
+        with Watching():
+            return tilewise.attention_with_kvcache(q, k, v, cache_seqlens=torch.tensor([used, 3]))
+
+    first = attend(5)
+    attend(5)
+    monkeypatch.setattr(dispatch, "choose_cache", no_choice)
+    assert torch.equal(attend(5), first) and not torch.equal(attend(6), first)
+    with pytest.raises(ArgumentError, match="cache_seqlens"):
+        attend(10)

@@ -17,7 +17,7 @@ LAYERS = {
     0: "errors interning problem dropout masks mask_algebra block_masks score_mods sequences tiles roofline kvcache",
     1: "reference softmax products quantize arguments checks cache_arguments cache_checks",
     2: "cpu kernels _triton hopper decode textbook",
-    3: "autograd cached cache_operators dispatch eager eager_cache sharding batching axes",
+    3: "autograd cached cache_operators dispatch eager eager_cache served sharding batching axes",
     4: "__init__ __main__ api nn jagged cache_api paged_cache shared_prefix warming explanation surroundings cli demo "
     "bench report integrations compat distributed",
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from . import batching, checks, dispatch, problem, sharding
+from . import batching, checks, dispatch, problem, served, sharding
 from .errors import UnsupportedError, fail
 from .interning import at_compile_time
 from .problem import DIFFERENTIABLE, LENGTHS, Inputs, Options, Problem, placed
@@ -44,12 +44,23 @@ def _problem(arguments: tuple[Any, ...]) -> tuple[Problem, Inputs]:
     return Problem.of(inputs, options, max_seqlen_q, max_seqlen_k), inputs
 
 
+def _key(arguments: tuple[Any, ...]) -> served.Key | None:
+    """What a call of an operator is remembered by."""
+    return served.key_of(arguments[:_N_INPUTS], arguments[_N_INPUTS], arguments[_N_INPUTS + 1 :])
+
+
 def _forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    key = _key(arguments)
+    if (known := served.known(key)) is not None:
+        out, lse = known.forward(known.ready(arguments[:_N_INPUTS]))
+        return out, lse
     this, inputs = _problem(arguments)
     checks.metadata(this, inputs)
     backend = dispatch.module(dispatch.choose(this))
     with dispatch.plain_numerics(this.device):
-        return backend.forward(this, placed(inputs, LENGTHS))
+        results = backend.forward(this, placed(inputs, LENGTHS))
+    served.remember(key, this, inputs)
+    return results
 
 
 def _backward(
@@ -60,6 +71,9 @@ def _backward(
     needs: str,
     *arguments: Any,
 ) -> list[torch.Tensor]:
+    known = served.known(_key(arguments))
+    if known is not None and not torch._C._is_any_autocast_enabled():
+        return list(known.backward(needs, (*known.ready(arguments[:_N_INPUTS]), out, lse, do, dlse)))
     this, inputs = _problem(arguments)
     names = tuple(needs.split())
     this = this.for_gradients(names)
@@ -237,7 +251,7 @@ class Eager(torch.autograd.Function):
         tensors += call.absent
         again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not again:
-            grads = call.backward(needs, (*tensors, out, lse, do, dlse))
+            grads = call.gradients(needs, (*tensors, out, lse, do, dlse))
         if grads is None:
             grads = (_FirstOrder.apply if again else _gradients)(needs, call.static, out, lse, do, dlse, *tensors)
         return (None, *_placed(grads, wanted))

@@ -10,85 +10,55 @@ and everything that watches or rewrites operators (compilation, transforms, mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, checks, dispatch
-from .mask_algebra import And
-from .masks import Causal, Full, Window
-from .problem import LENGTHS, Inputs, Problem, moves, placed
+from . import arguments, autograd, served
+from .problem import Inputs, Problem
+from .served import MOST, PLAIN, Key, Served, Tensors, is_value, traits
 
-Key: TypeAlias = tuple[Any, ...]
-# Of `Inputs`, in their order.
-Tensors: TypeAlias = tuple[Any, ...]
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-# Shapes that vary without end must not fill memory: a call's record is some kilobytes.
-MOST = 4096
-# Gradients differ in which are asked for, and in the strides of what comes in.
-_MOST_GRADIENTS = 16
 _calls: dict[Key, Call] = {}
 
 
-class Call:
+class Call(Served):
     """A call that has been served, ready for the next one like it."""
 
     def __init__(self, problem: Problem, inputs: Inputs, return_lse: bool) -> None:
-        self.problem, self._return_lse = problem, return_lse
+        super().__init__(problem, inputs)
+        self._return_lse = return_lse
         self._needs_grad, self._seeded = problem.options.needs_grad, problem.has_dropout
-        lengths = [x for name in LENGTHS if (x := getattr(inputs, name)) is not None]
-        here = any(x.device.type == "cpu" for x in lengths)
-        self._reads_values = here or (problem.packed and problem.options.validate)
-        # What is to be moved is so again in each call.
-        self._moves = any(moves(x, problem.device) for x in lengths)
         given = len(inputs) if any(x is not None for x in inputs[3:]) else 3
         # Autograd takes its time for each argument, None included.
         self.absent = (None,) * (len(inputs) - given)
         self._given = given
-        self._backwards: dict[Key, Callable[[Tensors], tuple[torch.Tensor, ...]]] = {}
         self.static = (problem.options.encode([]), problem.seqlen_q, problem.seqlen_k)
-        self.forward = dispatch.bind(problem)
 
     def __call__(self, tensors: Tensors, seed: Any) -> Any:
         """What the entry point returns, for the tensors of `Inputs` (the seed apart)."""
-        problem = self.problem
         if self._seeded or seed is not None:
-            drawn = arguments.seed_tensor(seed, problem.device).to(problem.device)
+            device = self.problem.device
+            drawn = arguments.seed_tensor(seed, device).to(device)
             if self._seeded:
                 tensors = (*tensors[:6], drawn, *tensors[7:])
-        if self._reads_values:
-            checks.metadata(problem, Inputs(*tensors))
-        if self._moves:
-            tensors = placed(Inputs(*tensors), LENGTHS)
+        tensors = self.ready(tensors)
         if self._needs_grad:
             out, lse = autograd.apply_eager(self, *tensors[: self._given])
         else:
             out, lse = self.forward(tensors)
         return (out, lse) if self._return_lse else out
 
-    def backward(self, needs: str, tensors: Tensors) -> tuple[torch.Tensor, ...] | None:
-        """The gradients that `needs` names, or None if they must be got the long way.
-
-        Args:
-            needs: names of inputs.
-            tensors: of `Inputs`, then out, lse, do and dlse.
-        """
+    def gradients(self, needs: str, tensors: Tensors) -> tuple[torch.Tensor, ...] | None:
+        """`backward`, or None if its operator must be called."""
         if torch.compiler.is_compiling() or watched() or torch._C._is_any_autocast_enabled():
             return None
         out, _, do, dlse = tensors[-4:]
         kind = torch._C._dispatch_keys(out)
         for x in (do, dlse):
-            if x is not None and (type(x) not in _PLAIN or torch._C._dispatch_keys(x) != kind):
+            if x is not None and (type(x) not in PLAIN or torch._C._dispatch_keys(x) != kind):
                 return None
-        key = (needs, None if do is None else (do.stride(), do.dtype), None if dlse is None else dlse.stride())
-        if key not in self._backwards:
-            if len(self._backwards) >= _MOST_GRADIENTS:
-                self._backwards.clear()
-            self._backwards[key] = dispatch.bind_backward(self.problem, tuple(needs.split()))
-        return self._backwards[key](tensors)
+        return self.backward(needs, tensors)
 
 
 def watched() -> bool:
@@ -116,7 +86,7 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
     mask, window, score_mod = asked[:3]
     # A tensor that has outlived its transform is still wrapped.
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+    plain = type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain or wrapped(q) or wrapped(k) or wrapped(v):
         return None, None
     if score_mod is not None or not (mask is None or is_value(mask)):
@@ -139,24 +109,6 @@ def find(tensors: Tensors, asked: tuple[Any, ...]) -> tuple[Key | None, Call | N
         return None, None
 
 
-def traits(x: torch.Tensor) -> tuple[Any, ...]:
-    """What the key holds of a tensor.
-
-    Raises:
-        TypeError: it is no plain one.
-    """
-    if type(x) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        raise TypeError
-    return x.shape, x.stride(), x.dtype, x.device
-
-
-def is_value(mask: Any) -> bool:
-    """Whether the mask is one of numbers alone, which compare by value."""
-    if type(mask) is And:
-        return is_value(mask.a) and is_value(mask.b)
-    return type(mask) in (Full, Causal, Window)
-
-
 def remember(key: Key, problem: Problem, inputs: Inputs, return_lse: bool) -> None:
     """Remember a call that has just been served, for the next one with this key."""
     present = [x for x in inputs if x is not None]
@@ -171,5 +123,6 @@ def remember(key: Key, problem: Problem, inputs: Inputs, return_lse: bool) -> No
 
 
 def forget() -> None:
-    """Forget every call."""
+    """Forget every call, those of operators too."""
     _calls.clear()
+    served.forget()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from . import cache_checks, dispatch, eager
+from . import cache_checks, dispatch, eager, served
 from .kvcache import CacheInputs, CacheProblem, Rotary, is_latent
 from .problem import moves, placed
 
@@ -27,6 +27,7 @@ _OPTIONS = (
     "dropout_p", "return_lse", "out_dtype", "backend", "validate",
 )  # fmt: skip
 _calls: dict[Key, Call] = {}
+_served: dict[Key, Call] = {}
 
 
 class _NoRotary(NamedTuple):
@@ -83,7 +84,7 @@ def find(tensors: Key, given: dict[str, Any]) -> tuple[Key | None, Call | None, 
     mask, rotary, window = given["mask"], given["rotary"], given["window"]
     tree = mask if isinstance(mask, torch.Tensor) else None
     turn = rotary if isinstance(rotary, Rotary) else _NO_ROTARY
-    value = mask is None or tree is not None or eager.is_value(mask)
+    value = mask is None or tree is not None or served.is_value(mask)
     if eager.watched() or not value or given["score_mod"] is not None or given["bias"] is not None:
         return None, None, ()
     new, offsets, scales = ([given[name] for name in names] for names in (_NEW, _OFFSETS, _SCALES))
@@ -92,7 +93,7 @@ def find(tensors: Key, given: dict[str, Any]) -> tuple[Key | None, Call | None, 
     # What only looks like a Rotary, or like a flag, is no call that was served.
     odd = (rotary is None or turn is rotary, tuple(map(type, window)) if type(window) is tuple else None)
     try:
-        traits = tuple([None if x is None else (*eager.traits(x), x.requires_grad) for x in tensors])
+        traits = tuple([None if x is None else (*served.traits(x), x.requires_grad) for x in tensors])
         key = (traits, is_latent(*tensors[1:3]), torch.is_grad_enabled(), asked, tuple(map(type, asked)), odd)
         return key, _calls.get(key), tensors
     except (AttributeError, RuntimeError, TypeError):
@@ -100,15 +101,30 @@ def find(tensors: Key, given: dict[str, Any]) -> tuple[Key | None, Call | None, 
         return None, None, ()
 
 
+def known(key: Key | None) -> Call | None:
+    """What has served an operator's calls with this key (`served.key_of`)."""
+    return None if key is None else _served.get(key)
+
+
 def remember(key: Key, problem: CacheProblem, inputs: CacheInputs) -> None:
     """Remember a call that has just been served, for the next one with this key."""
-    if problem.device.type not in ("cpu", "cuda") or any(x is not None and x.is_neg() for x in inputs):
-        return
-    if len(_calls) >= eager.MOST:
-        _calls.clear()
-    _calls[key] = Call(problem, inputs)
+    if problem.device.type in ("cpu", "cuda") and not any(x is not None and x.is_neg() for x in inputs):
+        _keep(_calls, key, Call(problem, inputs))
+
+
+def remember_served(key: Key | None, problem: CacheProblem, inputs: CacheInputs) -> None:
+    """The same of an operator's call."""
+    if key is not None and served.lasting(problem.options, problem.device):
+        _keep(_served, key, Call(problem, inputs))
+
+
+def _keep(calls: dict[Key, Call], key: Key, call: Call) -> None:
+    if len(calls) >= served.MOST:
+        calls.clear()
+    calls[key] = call
 
 
 def forget() -> None:
     """Forget every call."""
     _calls.clear()
+    _served.clear()
