@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
-from ..kernels.score import INTERPRETED, Sequence, Span
+from ..kernels.score import INTERPRETED, PTX, Sequence, Span
 
 
 class Shape(NamedTuple):
@@ -246,8 +246,8 @@ def _span(first, full_first, full_last, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(variant, seq, m0, n0, shape):
-    """The dropout mask of a tile, [M, N]: one Philox call for eight elements (see `tilewise.dropout`)."""
+def numbers_tile(variant, seq, m0, n0, shape):
+    """The 16-bit numbers of dropout of a tile, uint32 [M, N or 32]: a Philox call for eight (see `tilewise.dropout`)."""
     # Calls cover 32 columns, of which a narrower tile is a part.
     WIDTH: tl.constexpr = max(shape.BLOCK_N, 32)
     rows = m0 + tl.arange(0, shape.BLOCK_M)
@@ -255,14 +255,41 @@ def keep_tile(variant, seq, m0, n0, shape):
     c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
     c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
     c2 = c0 * 0 + (seq.b * shape.HEADS + seq.h).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0)
+    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0, n_rounds=7)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
     halves = tl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
     halves = halves.reshape(shape.BLOCK_M, WIDTH // 32, 4, 4, 2)  # [M, group, thread, word, half]
-    halves = tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, WIDTH)
-    keep = halves < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)
+    return tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, WIDTH)
+
+
+@triton.jit
+def keep_tile(variant, seq, m0, n0, shape):
+    """The dropout mask of a tile, [M, N]."""
+    numbers = numbers_tile(variant, seq, m0, n0, shape)
+    keep = numbers < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)
     if shape.BLOCK_N < 32:
         parts = keep.reshape(shape.BLOCK_M, 32 // shape.BLOCK_N, shape.BLOCK_N).to(tl.int32)
         mine = tl.arange(0, 32 // shape.BLOCK_N) == n0 % 32 // shape.BLOCK_N
         keep = tl.max(tl.where(mine[None, :, None], parts, 0), 1) > 0
     return keep
+
+
+@triton.jit
+def without_dropped(p, variant, seq, m0, n0, dtype, shape):
+    """Weights in `dtype`, [M, N], 0 where dropout drops them."""
+    if variant.seed is None:
+        p = p.to(dtype)
+    elif dtype == tl.float32 or shape.BLOCK_N < 32 or not PTX:
+        p = tl.where(keep_tile(variant, seq, m0, n0, shape), p, 0.0).to(dtype)
+    else:
+        # Two at a time, as they lie in registers: numbers are compared where they are, in one half or the other.
+        numbers = numbers_tile(variant, seq, m0, n0, shape).to(tl.uint16)
+        keep = tl.zeros([1, 1], tl.uint16) + variant.keep.to(tl.uint16)
+        p = tl.inline_asm_elementwise(
+            """{ .reg .pred low, high; .reg .b32 n, k, p;
+            shl.b32 n, $2, 16; shl.b32 k, $3, 16; setp.ge.u32 low, n, k; setp.ge.u32 high, $2, k;
+            mov.b32 p, $1; @low and.b32 p, p, 0xffff0000; @high and.b32 p, p, 0x0000ffff; mov.b32 $0, p; }""",
+            "=r,r,r,r", [p.to(dtype).to(tl.int16, bitcast=True), numbers, keep],
+            dtype=tl.int16, is_pure=True, pack=2,
+        ).to(dtype, bitcast=True)  # fmt: skip
+    return p

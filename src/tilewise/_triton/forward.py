@@ -58,8 +58,6 @@ def _attend(
             alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-        if variant.seed is not None:
-            p = tl.where(device.keep_tile(variant, seq, m0, n0, shape), p, 0.0)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         acc = acc * alpha[:, None]
@@ -71,7 +69,8 @@ def _attend(
                 seen = score.visible(variant, extra, seq, rows, keys, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
                 acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-        acc = device.dot_add(p.to(v_tile.dtype), v_tile, acc)  # [M, Dv]
+        p = device.without_dropped(p, variant, seq, m0, n0, v_tile.dtype, shape)
+        acc = device.dot_add(p, v_tile, acc)  # [M, Dv]
     return acc, l_i, m_i
 
 

@@ -206,7 +206,7 @@ def dropped(p32, seq, tile, rows, j, key, work, variant, shape):
         batch_head = seq.b * (work.heads * shape.STACK) + heads_of(seq, rows, shape)
         k0, k1 = key
         if shape.BLOCK_DV == 256:
-            # The keys of ten rounds follow from it sooner than registers are found to keep them.
+            # The keys of all rounds follow from it sooner than registers are found to keep them.
             k0, k1 = scores.opaque(k0), scores.opaque(k1)
         # Computed where it is asked for, and not where it is needed.
         marks = scores.opaque(scores.dropped(variant, (k0, k1), batch_head, rows, n0, shape.BLOCK_N, PACKED))

@@ -111,7 +111,7 @@ def dropped_by_call(variant, key, b, h, rows, calls, heads):
     """For each Philox call, for eight keys of a row, which dropout makes 0 (see `tilewise.dropout`): of key 2i + j, bit
     i of half j. `key` are the halves of the seed.
     """
-    # The keys of ten rounds follow from it sooner than registers are found to keep them.
+    # The keys of all rounds follow from it sooner than registers are found to keep them.
     k0, k1 = scores.opaque(key[0]).to(gl.uint32), scores.opaque(key[1]).to(gl.uint32)
     pair = (b * heads + h).to(gl.uint32)
     w0, w1, w2, w3 = philox.words(k0, k1, rows.to(gl.uint32), calls.to(gl.uint32), pair)

@@ -109,7 +109,9 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
     if options.softcap is not None:
         fine = problem.dtype.itemsize > 2 or options.softcap > _COARSE_CAP
         fields["fine"] = tl.constexpr(fine)
-        fields["near"] = tl.constexpr(not fine and _near(problem, options.softcap))
+        rough = problem.dtype == torch.bfloat16
+        fields["rough"] = tl.constexpr(rough)
+        fields["near"] = tl.constexpr(not (fine or rough) and _near(problem, options.softcap))
     if options.score_mod is not None:
         fields["mod"], fields["dmod"], extra = compiled.score_functions(options.score_mod, problem.device)
     if inputs.alibi_slopes is not None:

@@ -1,4 +1,4 @@
-"""Philox-4x32-10 for the kernels of both dialects, the numbers of `tilewise.dropout`."""
+"""Philox-4x32-7 for the kernels of both dialects, the numbers of `tilewise.dropout`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def wide(x, multiplier: tl.constexpr):
 def words(k0, k1, c0, c1, c2):
     """Four words of the counter (c0, c1, c2, 0) and the key (k0, k1), uint32 that broadcast.
 
-    What does not depend on rows, or not on columns, is computed for these alone: three of the twenty products are.
+    What does not depend on rows, or not on columns, is computed for these alone: three of the fourteen products are.
     """
     c3 = k0 * 0
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(7):
         high_0, low_0 = wide(c0, _MULTIPLIER_0)
         high_1, low_1 = wide(c2, _MULTIPLIER_1)
         c0 = high_1 ^ c1 ^ k0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
@@ -21,6 +22,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # The interpreter multiplies bf16 tiles as if they were integers, and knows no library functions.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Whether kernels may hold instructions of NVIDIA's GPUs.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None and torch.version.xpu is None)
 
 
 # With least largest error, tanh(x) / x as a polynomial of x² for |x| <= 1/2: x times it is off by 1.3e-7 at most.
@@ -53,8 +56,10 @@ class Variant(NamedTuple):
     scale: Any = None
     fold: Any = None
     cap: Any = None
-    # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype.
+    # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype; whether not even one of 2**-11 of
+    # the score would, where the dtype rounds a score by 2**-9 of it.
     fine: Any = None
+    rough: Any = None
     # Whether a kernel that looks for large scores may use a polynomial for the others.
     near: Any = None
     mod: Any = None
@@ -137,9 +142,17 @@ def tanh(x):
 
 @triton.jit
 def softcapped(qk, variant):
-    """``cap tanh(scale qk / cap)`` in base 2, and the tanh; without `variant.fine` it may be off by 3e-7."""
+    """``cap tanh(scale qk / cap)`` in base 2, and the tanh; without `variant.fine` it may be off by 3e-7.
+
+    With `variant.rough` it may be off by 2**-11 of itself, which is what the GPU has an instruction for.
+    """
     cap = variant.cap * LOG2E
-    if variant.fine:
+    if variant.rough and PTX:
+        tanh_x = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [qk * (variant.scale / variant.cap)], tl.float32, is_pure=True, pack=1
+        )
+        s = tanh_x * cap
+    elif variant.fine:
         tanh_x = tanh(qk * (variant.scale / variant.cap))
         s = tanh_x * cap
     else:
