@@ -70,6 +70,8 @@ def test_many_tile_edges(target: Target, shape: Shape, feature: str) -> None:
 
 # Lengths that are multiples of every tile, which some kernels ask for.
 WHOLE_TILES = [Shape(2, 128, 256, 4, 2, 64, 64), Shape(1, 384, 256, 2, 2, 128, 96), Shape(1, 256, 256, 4, 1, 40, 40)]
+# Values whose tiles lie in another order than those of keys.
+WHOLE_TILES += [Shape(1, 128, 256, 2, 1, 100, 20), Shape(1, 128, 256, 2, 1, 64, 16)]
 
 
 @pytest.mark.large

@@ -32,7 +32,8 @@ def instructions(cubin: bytes) -> tuple[list[str], dict[str, int]]:
     return body, labels
 
 
-def _followers(body: list[str], labels: dict[str, int]) -> list[list[int]]:
+def followers(body: list[str], labels: dict[str, int]) -> list[list[int]]:
+    """The instructions that may come after each one."""
     found: list[list[int]] = []
     for i, text in enumerate(body):
         target = _TARGET.search(text)
@@ -45,7 +46,7 @@ def _followers(body: list[str], labels: dict[str, int]) -> list[list[int]]:
     return found
 
 
-def _shortest(followers: list[list[int]], first: int, last: int) -> list[int] | None:
+def _shortest(after: list[list[int]], first: int, last: int) -> list[int] | None:
     """The fewest instructions from `first` to `last` without going back before `first`."""
     distance, before, queue = {first: 0}, {}, [(0, first)]
     while queue:
@@ -55,8 +56,8 @@ def _shortest(followers: list[list[int]], first: int, last: int) -> list[int] | 
             while path[-1] != first:
                 path.append(before[path[-1]])
             return path[::-1]
-        for j in followers[i]:
-            if j >= first and steps + 1 < distance.get(j, len(followers)):
+        for j in after[i]:
+            if j >= first and steps + 1 < distance.get(j, len(after)):
                 distance[j], before[j] = steps + 1, i
                 heapq.heappush(queue, (steps + 1, j))
     return None
@@ -65,12 +66,12 @@ def _shortest(followers: list[list[int]], first: int, last: int) -> list[int] | 
 def hot_loops(cubin: bytes, products: int) -> list[list[str]]:
     """The shortest way around each loop that has exactly so many matrix instructions."""
     body, labels = instructions(cubin)
-    followers = _followers(body, labels)
+    after = followers(body, labels)
     found = []
     for last, text in enumerate(body):
         target = _TARGET.search(text)
         if target and labels[target.group(1)] <= last:
-            path = _shortest(followers, labels[target.group(1)], last)
+            path = _shortest(after, labels[target.group(1)], last)
             if path is not None and sum("HGMMA" in body[i] for i in path) == products:
                 found.append([body[i] for i in path])
     return found

@@ -19,6 +19,7 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.compiler import compile as compile_source
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+from uniform import unwritten
 
 # Shared memory that one program may use, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -62,6 +63,8 @@ def compile_launch(kernel: JITFunction, arch: int, *args: Any, **options: Any) -
     result, log = _compiled(source, target, options)
     (registers,) = re.findall(r"Used (\d+) registers", log)
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    if arch == 90:
+        assert not unwritten(result.asm["cubin"]), "ptxas reads registers that it never writes"
     return Compiled(
         kernel.__name__,
         result.metadata.shared,

@@ -18,6 +18,7 @@ from offline import SHARED, catching
 import tilewise
 from tilewise import _triton, masks
 from tilewise.arguments import prepare
+from tilewise.cache_arguments import prepare as prepare_cache
 
 ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
 SAMPLE = {"sm90-forward-16bit-128", "sm90-dkv-16bit-64", "sm89-forward-16bit-64", "sm80-dq-16bit-64"}
@@ -54,3 +55,14 @@ def test_option_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         out, lse = _triton.forward(problem, inputs)
         _triton.backward(problem, inputs, out, lse, out, lse, ("q", "k", "v"))
     assert [kernel.kernel for kernel in caught] == ["forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel"]
+
+
+@pytest.mark.parametrize("dims", [(100, 20), (40, 16)], ids=str)
+def test_narrow_values_beside_wide_keys(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for sm_90 reads no register that it never writes (`offline.compile_launch` looks)."""
+    q, k, v = (torch.empty(2, 128, 2, dim, dtype=torch.float16) for dim in (dims[0], *dims))
+    monkeypatch.setattr(_triton, "_architecture", lambda problem: "hopper")
+    with catching(90) as caught:
+        _triton.forward(*prepare(q, k, v, causal=True)[:2])
+        _triton.attend_cache(*prepare_cache(q, k, v, cache_seqlens=torch.tensor([128, 5]), causal=True))
+    assert [kernel.kernel for kernel in caught][:2] == ["forward_kernel", "decode_kernel"]

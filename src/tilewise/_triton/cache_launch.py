@@ -34,9 +34,9 @@ def _alike(inputs: CacheInputs) -> bool:
     return inputs.k_cache.stride() == inputs.v_cache.stride()
 
 
-def _blocks(head_dim: int, shared_dim: int) -> tuple[int, int]:
-    """Two powers of two that hold a head dim, the second perhaps 0; the first is `shared_dim` if that is not 0."""
-    first = shared_dim or min(launch.block(head_dim), 512)
+def _blocks(head_dim: int, head_dim_v: int, one: bool) -> tuple[int, int]:
+    """Two powers of two that hold a head dim, the second perhaps 0; values that are part of keys are the first."""
+    first = head_dim_v if one else min(launch.block(head_dim, head_dim_v), 512)
     return first, launch.block(head_dim - first) if head_dim > first else 0
 
 
@@ -44,7 +44,8 @@ def shape(call: CacheCall) -> Shape:
     """Compile-time sizes."""
     problem, attention, tile = call.problem, call.problem.attention, call.tile
     one = shared(call.inputs)
-    blocks = _blocks(attention.head_dim, attention.head_dim_v if one else 0)
+    d, dv = attention.head_dim, attention.head_dim_v
+    blocks = _blocks(d, dv, one)
     page = problem.page_size or 0
     whole = page > 0 and page % tile.block_n == 0 and not problem.has_leftpad
     kinds = call.scale_kinds
@@ -54,8 +55,8 @@ def shape(call: CacheCall) -> Shape:
     value = own if kinds[1] is cache_slots.PER_PAGE else product
     sizes = (
         attention.heads_q, attention.heads_kv, attention.group_size, attention.options.align == TOP_LEFT,
-        attention.packed, attention.head_dim, attention.head_dim_v, *blocks, launch.block(attention.head_dim_v),
-        tile.block_m, tile.block_n, page, whole, one, _alike(call.inputs),
+        attention.packed, d, dv, *blocks, launch.block(dv, 0 if one else d), tile.block_m, tile.block_n,
+        page, whole, one, _alike(call.inputs),
     )  # fmt: skip
     scaled = product != own or kinds[0] is cache_slots.PER_ITEM
     lanes = tile.block_n if tile.block_m < _WIDE else 1

@@ -247,7 +247,7 @@ def _span(first, full_first, full_last, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def numbers_tile(variant, seq, m0, n0, shape):
-    """The 16-bit numbers of dropout of a tile, uint32 [M, N or 32]: a Philox call for eight (see `tilewise.dropout`)."""
+    """The 16-bit numbers of dropout of a tile, uint32 [M, N or 32], a Philox call for eight: see `tilewise.dropout`."""
     # Calls cover 32 columns, of which a narrower tile is a part.
     WIDTH: tl.constexpr = max(shape.BLOCK_N, 32)
     rows = m0 + tl.arange(0, shape.BLOCK_M)

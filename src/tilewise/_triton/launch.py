@@ -11,17 +11,19 @@ from ..tiles import TileConfig
 from .device import Shape
 
 
-def block(head_dim: int) -> int:
-    """The power of two that holds a head dimension, from 32 on.
+def block(head_dim: int, beside: int = 0) -> int:
+    """The power of two that holds a head dimension, from 32 on, and from 64 on beside one that is more than 32.
 
-    With 16, a product as wide as 16 beside one that is wider (head dims 16 and 24, say) is garbage, or reads out of
-    bounds: Triton 3.6.0 on sm_90, 16-bit inputs. Both at 16 are right, and all from 32 on.
+    Tiles that are narrower lie in shared memory in another order, which their addresses say. Where keys and values take
+    turns at one place there, ptxas 12.8 adds that to a register which it never writes: the product reads anywhere
+    (`tests/kernels/uniform.py` looks for it).
     """
-    return max(32, triton.next_power_of_2(head_dim))
+    return max(32, triton.next_power_of_2(head_dim), min(64, triton.next_power_of_2(beside)))
 
 
 def shape(problem: Problem, tile: TileConfig, want_k: bool = True, want_v: bool = True) -> Shape:
     """Compile-time sizes."""
     sizes = (problem.heads_q, problem.group_size, problem.options.align == TOP_LEFT)
-    dims = (problem.head_dim, problem.head_dim_v, block(problem.head_dim), block(problem.head_dim_v))
+    d, dv = problem.head_dim, problem.head_dim_v
+    dims = (d, dv, block(d, dv), block(dv, d))
     return Shape(*(tl.constexpr(size) for size in (*sizes, *dims, tile.block_m, tile.block_n, want_k, want_v)))

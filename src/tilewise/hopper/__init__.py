@@ -65,7 +65,7 @@ def tile(problem: Problem, pass_: str) -> TileConfig:
     """Tile of a pass."""
     if pass_ != "forward":
         return gradients.tile_of(problem)
-    return launch.tile_of(problem) if variants.needed(problem) else launch.plain_tile(problem)
+    return variants.tile_of(problem) if variants.needed(problem) else launch.plain_tile(problem)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -266,6 +266,14 @@ def _turns(call: Call, tape: Tape) -> Turns | None:
     return Turns(tape.constant(waves), added)
 
 
+def _variant(call: Call, tile: TileConfig, transposed: bool) -> tuple[Variant, tuple[Any, ...]]:
+    """The variant and what it reads. Here exponentials make a softcap's tanh faster than the GPU's own instruction for
+    it does: what is saved of instructions goes into spills (docs/tuning.md).
+    """
+    variant, extra = call.variant(tile, transposed=transposed)
+    return (variant if variant.rough is None else variant._replace(rough=gl.constexpr(False))), extra
+
+
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
     blocks = (launch.block(problem.head_dim), launch.block(problem.head_dim_v))
     sizes = (tile.block_m, tile.block_n, *blocks, problem.head_dim, problem.head_dim_v, _WARPS)
@@ -283,7 +291,7 @@ def _gather(
 ) -> None:  # fmt: skip
     """dk, dv and the sum of dq."""
     p, tile, (stats, dq_sum, turns) = call.problem, tile_of(call.problem), sums
-    variant, extra = call.variant(tile, transposed=True)
+    variant, extra = _variant(call, tile, True)
     band = call.sizes[3:]
     shape = _shape(p, variant, band, tile)
     listed = _listed(call, variant, inputs, result["k"], tile, tape)
@@ -330,7 +338,7 @@ def _gather_one(
 ) -> None:
     """dq, dk or dv."""
     p, tile, of_rows = call.problem, tile_of(call.problem, "d" + name), name == "q"
-    variant, extra = call.variant(tile, transposed=not of_rows)
+    variant, extra = _variant(call, tile, not of_rows)
     shape = _shape(p, variant, call.sizes[3:], tile)
     listed = _listed(call, variant, inputs, grad, tile, tape, of_rows)
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value

@@ -60,6 +60,15 @@ def stack(problem: Problem) -> int:
     return group if fits and group & (group - 1) == 0 and group <= launch.ROWS else 1
 
 
+def tile_of(problem: Problem) -> TileConfig:
+    """That of short rows, but of a packed call without more the one that its longest member would have alone."""
+    options = problem.options
+    more = options.score_mod is not None or options.softcap is not None or not is_band(options.mask)
+    added = problem.has_alibi or problem.has_bias or problem.has_dropout
+    alone = problem.packed and not (more or added) and stack(problem) == 1
+    return launch.plain_tile(problem) if alone else launch.tile_of(problem)
+
+
 class Listed(NamedTuple):
     """How tiles come to programs: `work.Work`'s table and rounds, and how many programs."""
 
@@ -234,7 +243,7 @@ def forward(problem: Problem, inputs: Inputs, tape: Tape | None = None) -> Resul
     if not (out.numel() and inputs.k.numel() and problem.batch and problem.seqlen_q and problem.seqlen_k):
         _nothing_to_see(problem, inputs, out, lse)
         return out, lse
-    tile = launch.tile_of(problem)
+    tile = tile_of(problem)
     call = prepare(problem, inputs)
     variant, extra = call.variant(tile)
     # A plan may differ from head to head.
