@@ -199,7 +199,14 @@ def by_object(c: Any) -> Callable[..., Any]:
     return lambda b, h, q, k: q - k < near.c
 
 
-CAPTURES = (below, by_default, by_keyword, by_helper, by_list, by_pair, by_object, Near, lambda c: Near(c).method)
+def by_method(c: Any) -> Callable[..., Any]:
+    return Near(c).method
+
+
+# What PyTorch 2.11 cannot trace: lists in functions, and what is called without being a function.
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+CAPTURES_OF_NEWER = (by_list, Near, by_method)
+CAPTURES = (below, by_default, by_keyword, by_helper, by_pair, by_object, *CAPTURES_OF_NEWER)
 
 
 def visible_within(c: int) -> torch.Tensor:
@@ -210,6 +217,11 @@ def visible_within(c: int) -> torch.Tensor:
 def test_functions_with_other_captured_values_are_other_masks(make: Callable[[int], Any]) -> None:
     """To the compiler two such functions look alike: they have the same code."""
     compiled = Compiled(lambda x, mask: tilewise.attention(x, x, x, mask=mask))
+    if OLD and make in CAPTURES_OF_NEWER:
+        # An error at once, and never the other function's mask.
+        with pytest.raises(Exception, match=r"id\(\) with unsupported args|is not a constant"):
+            compiled(X, make(1))
+        return
     for c in (1, 4):
         expected = visible_within(c)
         torch.testing.assert_close(tilewise.attention(X, X, X, mask=make(c)), expected)
@@ -343,6 +355,10 @@ def test_transforms_inside_a_compiled_function_are_refused(transform: Callable[.
 
 def test_a_varying_number_in_an_inline_function_is_never_the_old_one() -> None:
     compiled = Compiled(lambda x, c: tilewise.attention(x, x, x, mask=lambda b, h, q, k: q - k < c))
+    if OLD:
+        with pytest.raises(Exception, match="__closure__"):
+            compiled(X, 2)
+        return
     torch.testing.assert_close(compiled(X, 2), visible_within(2))
     # It has no name that the compiler could watch; aux=(c,) does.
     with pytest.raises(Exception, match="closure cell"):
