@@ -7,6 +7,7 @@ import heapq
 import re
 import subprocess
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 from triton.backends.nvidia import compiler
@@ -15,6 +16,7 @@ _TOOLS = Path(compiler.__file__).parent / "bin"
 _TARGET = re.compile(r"\bBRA(?:\.\w+)* .*?(\.L_x_\d+)")
 
 
+@lru_cache(maxsize=8)
 def instructions(cubin: bytes) -> tuple[list[str], dict[str, int]]:
     """SASS, one instruction an entry, and where its labels are."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:

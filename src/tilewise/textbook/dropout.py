@@ -49,8 +49,8 @@ class Replayed:
         >>> dropped = Replayed(seed=7, dropout_p=0.5)
         >>> with Machine().on_chip() as chip:
         ...     dropped.factors(chip, slice(0, 2), slice(0, 4))
-        tensor([[2., 0., 0., 2.],
-                [0., 2., 2., 2.]], dtype=torch.float64)
+        tensor([[2., 2., 0., 2.],
+                [2., 2., 2., 0.]], dtype=torch.float64)
     """
 
     def __init__(self, seed: int, dropout_p: float) -> None:
