@@ -392,7 +392,7 @@ def test_no_tensor_is_kept(grad: bool) -> None:
 
 
 def test_what_is_remembered_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "MOST", 4)
+    monkeypatch.setattr(served, "MOST", 4)
     for n in range(1, 12):
         tilewise.attention(*tensors(n))
         assert known() <= 4

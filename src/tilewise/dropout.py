@@ -23,7 +23,7 @@ import torch
 KEEP_ALL = 1 << 16
 COLUMNS_PER_CALL = 32  # four calls cover 32 columns
 
-_ROUNDS = 7
+ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -55,7 +55,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         # c1 and c3 keep whole 64-bit products: what is above their low word is cut off when they meet c0 and c2,
         # as are the copies of the sign that the shift brings in where a product wrapped.
         wide0, wide1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from . import arguments, autograd, served
 from .problem import Inputs, Problem
-from .served import MOST, PLAIN, Key, Served, Tensors, is_value, traits
+from .served import PLAIN, Key, Served, Tensors, is_value, traits
 
 _calls: dict[Key, Call] = {}
 
@@ -117,9 +117,7 @@ def remember(key: Key, problem: Problem, inputs: Inputs, return_lse: bool) -> No
     lazy = any(x.is_neg() for x in present) or 1 in (problem.head_dim, problem.head_dim_v)
     if lazy or problem.device.type not in ("cpu", "cuda"):
         return
-    if len(_calls) >= MOST:
-        _calls.clear()
-    _calls[key] = Call(problem, inputs, return_lse)
+    served.keep(_calls, key, Call(problem, inputs, return_lse))
 
 
 def forget() -> None:

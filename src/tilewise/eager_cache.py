@@ -109,19 +109,13 @@ def known(key: Key | None) -> Call | None:
 def remember(key: Key, problem: CacheProblem, inputs: CacheInputs) -> None:
     """Remember a call that has just been served, for the next one with this key."""
     if problem.device.type in ("cpu", "cuda") and not any(x is not None and x.is_neg() for x in inputs):
-        _keep(_calls, key, Call(problem, inputs))
+        served.keep(_calls, key, Call(problem, inputs))
 
 
 def remember_served(key: Key | None, problem: CacheProblem, inputs: CacheInputs) -> None:
     """The same of an operator's call."""
     if key is not None and served.lasting(problem.options, problem.device):
-        _keep(_served, key, Call(problem, inputs))
-
-
-def _keep(calls: dict[Key, Call], key: Key, call: Call) -> None:
-    if len(calls) >= served.MOST:
-        calls.clear()
-    calls[key] = call
+        served.keep(_served, key, Call(problem, inputs))
 
 
 def forget() -> None:

@@ -8,7 +8,7 @@ string. *Not here*, and so served as if new: options that hold tensors or functi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from .problem import LENGTHS, Inputs, Options, Problem, moves, placed
 Key: TypeAlias = tuple[Any, ...]
 # Of `Inputs`, in their order.
 Tensors: TypeAlias = tuple[Any, ...]
+Record = TypeVar("Record")
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # Shapes that vary without end must not fill memory: a call's record is some kilobytes.
@@ -103,13 +104,18 @@ def lasting(options: Options, device: torch.device) -> bool:
     return options.score_mod is None and is_value(options.mask) and device.type in ("cpu", "cuda")
 
 
+def keep(calls: dict[Key, Record], key: Key, record: Record) -> None:
+    """Put a record among others, of which there are `MOST` at most."""
+    if len(calls) >= MOST:
+        calls.clear()
+    calls[key] = record
+
+
 def remember(key: Key | None, problem: Problem, inputs: Inputs) -> None:
     """Remember what has just been served, for the next call with this key."""
     if key is None or not lasting(problem.options, problem.device):
         return
-    if len(_served) >= MOST:
-        _served.clear()
-    _served[key] = Served(problem, inputs)
+    keep(_served, key, Served(problem, inputs))
 
 
 def forget() -> None:

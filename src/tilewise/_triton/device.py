@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..kernels.philox import ROUNDS
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import INTERPRETED, PTX, Sequence, Span
 
@@ -255,7 +256,7 @@ def numbers_tile(variant, seq, m0, n0, shape):
     c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
     c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
     c2 = c0 * 0 + (seq.b * shape.HEADS + seq.h).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0, n_rounds=7)
+    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0, n_rounds=ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
     halves = tl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
     halves = halves.reshape(shape.BLOCK_M, WIDTH // 32, 4, 4, 2)  # [M, group, thread, word, half]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .. import dropout
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
 _MULTIPLIER_0, _MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _STEP_0, _STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
@@ -23,7 +26,7 @@ def words(k0, k1, c0, c1, c2):
     What does not depend on rows, or not on columns, is computed for these alone: three of the fourteen products are.
     """
     c3 = k0 * 0
-    for _ in tl.static_range(7):
+    for _ in tl.static_range(ROUNDS):
         high_0, low_0 = wide(c0, _MULTIPLIER_0)
         high_1, low_1 = wide(c2, _MULTIPLIER_1)
         c0 = high_1 ^ c1 ^ k0
