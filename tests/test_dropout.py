@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -43,11 +44,35 @@ def test_the_element_mapping() -> None:
     got = dropout.keep_mask(seed, torch.tensor([[[7]]]), torch.arange(3), (0, 67), KEEP)[0]
     for row in range(3):
         for column in range(67):
-            counter = (row, 4 * (column // 32) + (column % 8) // 2, 7, 0)
+            counter = (row, 4 * (column // 64) + (column % 8) // 2, 7, 0)
             c0, c1, c2, c3 = (torch.tensor([c]) for c in counter)
             words = dropout.philox((c0, c1, c2, c3), (seed % 2**32, seed // 2**32 % 2**32))
             half = int(words[(column // 8) % 4]) >> (16 * (column % 2)) & 0xFFFF
-            assert bool(got[row, column]) == (half < KEEP), (row, column)
+            bits = half if column % 64 < 32 else (half & 0xFF) << 8 | half >> 8
+            number, limit = struct.unpack("<2e", struct.pack("<2H", bits, dropout.cut(KEEP).number))
+            assert bool(got[row, column]) == (not number < limit), (row, column)
+
+
+def test_every_cut_keeps_as_many_as_it_should() -> None:
+    """And two elements that share their bits are as good as independent."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    swapped = (bits & 0xFF) << 8 | bits >> 8
+    numbers = bits.to(torch.int16).view(torch.float16)
+    for keep in {
+        *range(1, 1 << 16, 97),
+        0x7FFF,
+        0x8000,
+        0x8001,
+        *(dropout.keep_threshold(p / 100) for p in range(100)),
+    }:
+        number, drops = dropout.cut(keep)
+        kept = (numbers < numbers[number]) != drops
+        if 31745 in (keep, 65536 - keep):
+            continue
+        assert int(kept.sum()) == keep
+        assert abs(float((kept & kept[swapped]).double().mean()) - (keep / 65536) ** 2) < 0.003, keep
+    for keep in (31745, 65536 - 31745):
+        assert abs(dropout.keep_threshold(1 - keep / 65536) - keep) == 1
 
 
 @pytest.mark.parametrize("first, last", [(0, 1), (31, 33), (5, 128), (32, 64), (63, 63), (129, 130)])

@@ -67,6 +67,15 @@ def test_some_rows_are_blind(target: Target, dtype: torch.dtype, kind: str) -> N
     verify(target, dense(SHAPE, dtype, draw, causal=True, alibi_slopes=draw.uniform(4)), kind=kind)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks_beyond_what_a_softcap_leaves(target: Target, dtype: torch.dtype) -> None:
+    """Scores between -cap and cap, beside sinks whose weight relative to them is nothing, or all."""
+    draw = Draw(target.device)
+    sinks = torch.tensor([-300.0, 300.0, -40.0, 0.0], device=target.device)
+    for cap in (2.0, 60.0):
+        verify(target, dense(SHAPE, dtype, draw, causal=True, softcap=cap, softmax_scale=8.0, sinks=sinks))
+
+
 def test_infinite_gradient_of_an_infinite_lse_counts_for_nothing(target: Target) -> None:
     """``exp(lse)`` and the like send 0 or NaN back to rows whose LSE is -inf."""
     call = dense(SHAPE, torch.float32, Draw(target.device), causal=True)

@@ -97,9 +97,11 @@ def test_keys_that_nobody_sees_beside_modifiers(target: Target, modifier: dict[s
     assert_same(_compute_with(target, call, hidden, float("nan")), _compute_with(target, call, hidden, 0.0))
 
 
-def test_keys_that_earlier_rows_do_not_see(target: Target) -> None:
+@pytest.mark.parametrize("dtype, softcap", [(None, None), (torch.bfloat16, 2.0)], ids=["plain", "softcap"])
+def test_keys_that_earlier_rows_do_not_see(target: Target, dtype: torch.dtype | None, softcap: float | None) -> None:
     """Under a causal mask, a poisoned last key reaches the last row alone."""
-    call = dense(Shape(1, 41, 41, 4, 2), target.dtype, Draw(target.device), causal=True, window=(30, None))
+    options: dict[str, Any] = {"causal": True, "window": (30, None), "softcap": softcap}
+    call = dense(Shape(1, 41, 41, 4, 2), dtype or target.dtype, Draw(target.device), **options)
     last = torch.arange(41, device=target.device) == 40
     got, expected = (_compute_with(target, call, last, value) for value in (float("nan"), 0.0))
     assert torch.equal(got.out[:, :40], expected.out[:, :40]) and torch.equal(got.lse[..., :40], expected.lse[..., :40])

@@ -15,7 +15,9 @@ from tilewise.arguments import prepare
 KERNELS = {
     "forward": "forward_kernel",
     "dq": "dq_kernel",
+    "dq dropout": "dq_kernel",
     "dkv": "dkv_kernel",
+    "dkv dropout": "dkv_kernel",
     "dk": "dkv_kernel",
     "dv": "dkv_kernel",
     "dbias": "dbias_kernel",
@@ -48,15 +50,18 @@ def compile_row(row: Row, **options: Any) -> Compiled:
     """The kernel of the row, as a causal call (or one with `options`) would launch it."""
     seqlen = 256
     q, k, v = (torch.empty(1, seqlen, heads, row.head_dim, dtype=_DTYPES[row.dtype]) for heads in (2, 2, 2))
-    if row.pass_ == "dbias":
+    pass_ = row.pass_.removesuffix(" dropout")
+    if pass_ != row.pass_:
+        options |= {"dropout_p": 0.1, "dropout_seed": 0}
+    if pass_ == "dbias":
         options["bias"] = torch.empty(1, 2, seqlen, seqlen)
     problem, inputs, _ = prepare(q, k, v, **{"causal": True, **options})
     with mock.patch.object(_triton, "_architecture", return_value=CLASSES[row.arch]), catching(row.arch) as caught:
-        if row.pass_ == "forward":
+        if pass_ == "forward":
             _triton.forward(problem, inputs)
         else:
             out, lse = torch.empty_like(q), torch.empty(1, 2, seqlen)
-            _triton.backward(problem, inputs, out, lse, out, None, _NEEDS[row.pass_])
+            _triton.backward(problem, inputs, out, lse, out, None, _NEEDS[pass_])
     # Above some head dim dk and dv have a launch each: the hungrier one counts.
     return max(
         (item for item in caught if item.kernel == KERNELS[row.pass_]), key=lambda item: (item.shared, item.spilled)

@@ -354,18 +354,6 @@ def test_one_role_looks_for_what_is_not_finite(elsewhere: None, options: dict[st
     assert kernel.ptx.count("fma.rn.bf16x2") == (128 * 64 // 2 // 64 if options else 0)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 0x7FFF, 0x8000, 0x8001, 58982, 0xFFFF])
-def test_dropout_compares_both_halves_of_a_word_at_once(keep: int) -> None:
-    """The arithmetic of `scores.at_least` in numbers of 32 bits, for every half beside others."""
-    low = torch.arange(1 << 16)
-    for high in (low.flip(0), low * 0, low * 0 + 0xFFFF):
-        halves = torch.stack((low, high)).clamp(keep - 1, keep)
-        cut = halves[0] | halves[1] << 16
-        least = (keep - 1) * 0x10001
-        marks = (cut * 0xFFFF - least * 0xFFFF) & 0xFFFFFFFF
-        assert torch.equal(marks, 0xFFFF * (low >= keep) | 0xFFFF0000 * (high >= keep))
-
-
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
     """``a b + c`` rounded once: the product of two fp32 numbers is exact in fp64."""
     return (a.double() * b.double() + c).float()

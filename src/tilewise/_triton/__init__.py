@@ -60,8 +60,9 @@ def _architecture(problem: Problem) -> str:
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
     """Tile of a pass: forward, delta, dq, dkv (or dk and dv, each with a kernel of its own), dbias."""
-    head_dim = max(problem.head_dim, problem.head_dim_v)
-    return tiles.lookup(NAME, pass_, problem.dtype, head_dim, _architecture(problem))
+    key = (problem.dtype, max(problem.head_dim, problem.head_dim_v), _architecture(problem))
+    found = tiles.find(NAME, f"{pass_} dropout", *key) if problem.has_dropout else None
+    return found or tiles.lookup(NAME, pass_, *key)
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

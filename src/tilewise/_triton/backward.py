@@ -47,6 +47,16 @@ def delta_kernel(out, do, lse, dlse, lse2, delta, variant, shape, seqlen_q, seql
 
 
 @triton.jit
+def rescaled(lse2, delta, variant):
+    """Statistics with which weights come out as dropout leaves those that it keeps, and ``p delta`` as it was."""
+    if variant.seed is not None:
+        share = tl.zeros((), tl.float32) + variant.keep / 65536.0
+        lse2 += tl.log2(share)
+        delta *= share
+    return lse2, delta
+
+
+@triton.jit
 def score_tile_gradient(
     qk, dp, lse2, delta, rows, keys, m0, n0, seq, variant, extra, shape, left, right, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -54,28 +64,26 @@ def score_tile_gradient(
     """From the products q·k and do·v: probabilities, the same after dropout, ``ds`` of the whole score, its chain.
 
     `rows`, `lse2`, `delta` are [M, 1] and `keys` [1, N], or [1, M] and [N, 1] when TRANSPOSED, where delta is
-    subtracted from `dp` already unless there is dropout.
+    subtracted from `dp` already unless there is dropout. With it, probabilities are multiplied by the factor on what is
+    kept (see `rescaled`).
     """
-    if variant.fold:
-        chain = score.Chain(qk * (variant.scale * LOG2E), qk, qk)
-    else:
-        chain = score.scores(qk, variant, extra, seq, rows, keys)
+    chain = score.scores(qk, variant, extra, seq, rows, keys, lse2)
     s = chain.s
     if MASKED:
         seen = score.visible(variant, extra, seq, rows, keys, left, right)
         s = tl.where(seen, s, float("-inf"))
-    p = tl.exp2(s - lse2)
+    p = tl.exp2(s)
     dropped = p
     if variant.seed is not None:
         keep = device.keep_tile(variant, seq, m0, n0, shape)
         if TRANSPOSED:
             keep = tl.trans(keep)
-        rescale = 65536.0 / variant.keep
-        dropped = tl.where(keep, p * rescale, 0.0)
-        dp = tl.where(keep, dp * rescale, 0.0)
-    if not TRANSPOSED or variant.seed is not None:
-        dp = dp - delta
-    ds = p * dp
+        dropped = tl.where(keep, p, 0.0)
+        ds = dropped * dp - p * delta
+    else:
+        if not TRANSPOSED:
+            dp = dp - delta
+        ds = p * dp
     if MASKED:
         # What is invisible may be NaN, and 0 · NaN is NaN.
         ds = tl.where(p == 0.0, 0.0, ds)
@@ -116,7 +124,7 @@ def _gather_dq(
             qk, dp, lse2[:, None], delta[:, None], rows, keys, m0, n0, seq, variant, extra, shape, left, right,
             MASKED, False,
         )  # fmt: skip
-        if variant.slopes is not None:
+        if shape.WANT_SLOPES:
             away = score.distance(seq, rows, keys)
             ds_far += tl.sum(ds * away, 1)
             far += tl.sum(p * away, 1)
@@ -157,7 +165,8 @@ def dq_kernel(
     delta_rows = tl.load(delta + stat, mask=offs_m < rows_left, other=0.0)
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
-    tiles = q_tile, do_tile, lse2_rows, delta_rows, m0, k_ptr, v_ptr
+    lse2_rows, delta_weighed = rescaled(lse2_rows, delta_rows, variant)
+    tiles = q_tile, do_tile, lse2_rows, delta_weighed, m0, k_ptr, v_ptr
     none = tl.zeros([shape.BLOCK_M], tl.float32)
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), none, none, none, none
     span = device.keys_of(seq, m0, left, right, shape)
@@ -167,6 +176,9 @@ def dq_kernel(
     dq_ptr = device.row_ptr(dq, b, seq.q_start + m0, h)
     device.store_rows(dq_ptr, dq.seq, offs_m, rows_left, dq_tile * variant.scale, shape.HEAD_DIM, shape.BLOCK_D)
     if dslopes is not None:
+        if variant.seed is not None:
+            p_sum *= variant.keep / 65536.0
+            far *= variant.keep / 65536.0
         # delta holds the rounding of o, and distances are large: here the sum over p·dp, which is not rounded, serves.
         excess = delta_rows * (1.0 - p_sum) - ds_sum
         if dlse is not None:
@@ -196,14 +208,27 @@ def load_statistics(lse2_ptr, delta_ptr, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def by_keys(tile, TRANSPOSED: tl.constexpr):
+    """A score tile as [N, M]."""
+    if not TRANSPOSED:
+        tile = tl.trans(tile)
+    return tile
+
+
+@triton.jit
 def _gather_dkv(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
-    """The loop body of dk and dv over the rows of all heads (see `device.walk`); score tiles are [N, M] here."""
+    """The loop body of dk and dv over the rows of all heads (see `device.walk`).
+
+    Score tiles are [N, M], so that they are operands where they lie. With dropout those of dk and dv are [M, N] if
+    there are rows for all warps: they go through shared memory instead of the numbers, which are drawn where a row is.
+    """
+    TRANSPOSED: tl.constexpr = variant.seed is None or shape.BLOCK_M < 64 or not (shape.WANT_K and shape.WANT_V)
     dk, dv = state
     k_tile, v_tile, lse2, delta, n0, stat_rows, q_base, do_base = tiles
-    keys = (n0 + tl.arange(0, shape.BLOCK_N))[:, None]
     offs_m = tl.arange(0, shape.BLOCK_M)
+    offs_n = tl.arange(0, shape.BLOCK_N)
     end = hi
     if variant.plan is None:
         end = lo + (hi - lo) * shape.GROUP
@@ -215,7 +240,6 @@ def _gather_dkv(
         head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
         m0 = tile * shape.BLOCK_M
         own = score.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
-        rows = (m0 + offs_m)[None, :]
         first, last = span.first - m0, span.last - m0
         q_ptr = q_base + m0.to(tl.int64) * a.seq + head.to(tl.int64) * a.head
         do_ptr = do_base + m0.to(tl.int64) * b.seq + head.to(tl.int64) * b.head
@@ -227,23 +251,32 @@ def _gather_dkv(
         )  # fmt: skip
         stat = head.to(tl.int64) * stat_rows + m0 + offs_m
         lse2_rows, delta_rows = load_statistics(lse2 + stat, delta + stat, m0 + offs_m < seq.len_q, MASKED)
-        qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
+        lse2_rows, delta_rows = rescaled(lse2_rows, delta_rows, variant)
+        if TRANSPOSED:
+            rows, keys = (m0 + offs_m)[None, :], (n0 + offs_n)[:, None]
+            lse2_rows, delta_rows = lse2_rows[None, :], delta_rows[None, :]
+            qk = device.dot(k_tile, tl.trans(q_tile))  # [N, M]
+        else:
+            rows, keys = (m0 + offs_m)[:, None], (n0 + offs_n)[None, :]
+            lse2_rows, delta_rows = lse2_rows[:, None], delta_rows[:, None]
+            qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = qk
-        if shape.WANT_K:
-            dp = tl.zeros_like(qk)
-            if variant.seed is None:
-                # Starting from -delta frees its registers before the probabilities need some.
-                dp -= delta_rows[None, :]
-            dp = device.dot_add(v_tile, tl.trans(do_tile), dp)  # [N, M]
+        if shape.WANT_K and variant.seed is None:
+            # Starting from -delta frees its registers before the probabilities need some.
+            dp = device.dot_add(v_tile, tl.trans(do_tile), tl.zeros_like(qk) - delta_rows)  # [N, M]
+        elif shape.WANT_K and TRANSPOSED:
+            dp = device.dot(v_tile, tl.trans(do_tile))  # [N, M]
+        elif shape.WANT_K:
+            dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         _, p, ds, chain = score_tile_gradient(
-            qk, dp, lse2_rows[None, :], delta_rows[None, :], rows, keys, m0, n0, own, variant, extra, shape, left,
-            right, MASKED, True,
+            qk, dp, lse2_rows, delta_rows, rows, keys, m0, n0, own, variant, extra, shape, left, right, MASKED,
+            TRANSPOSED,
         )  # fmt: skip
         if shape.WANT_V:
-            dv = device.dot_add(p.to(do_tile.dtype), do_tile, dv)  # [N, Dv]
+            dv = device.dot_add(by_keys(p.to(do_tile.dtype), TRANSPOSED), do_tile, dv)  # [N, Dv]
         if shape.WANT_K:
             ds = product_gradient(ds, chain, variant, extra, own, rows, keys, MASKED)
-            dk = device.dot_add(ds.to(q_tile.dtype), q_tile, dk)  # [N, D]
+            dk = device.dot_add(by_keys(ds.to(q_tile.dtype), TRANSPOSED), q_tile, dk)  # [N, D]
     return dk, dv
 
 

@@ -17,7 +17,7 @@ from ..kernels.replay import Tape
 from ..kernels.rows import Rows
 from ..tiles import TileConfig
 from . import device, launch
-from .backward import score_tile_gradient
+from .backward import rescaled, score_tile_gradient
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def _score_tile(acc, operands, stats, m0, n0, b, h, variant, extra, shape, sizes
         stat = device.stat_offset(seq, stat_rows, variant, shape) + m0 + offs_m
         lse2_rows = tl.load(lse2 + stat, mask=offs_m < rows_left, other=float("inf"))
         delta_rows = tl.load(delta + stat, mask=offs_m < rows_left, other=0.0)
+        lse2_rows, delta_rows = rescaled(lse2_rows, delta_rows, variant)
         qk = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
         dp = device.dot(do_tile, tl.trans(v_tile))  # [M, N]
         rows, keys = (m0 + offs_m)[:, None], (n0 + offs_n)[None, :]

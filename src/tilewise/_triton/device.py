@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..kernels.philox import ROUNDS
+from ..kernels import philox
 from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import INTERPRETED, PTX, Sequence, Span
 
@@ -21,7 +21,8 @@ from ..kernels.score import INTERPRETED, PTX, Sequence, Span
 class Shape(NamedTuple):
     """Compile-time sizes; BLOCK_D and BLOCK_DV are the head dims, padded to powers of two.
 
-    WANT_K and WANT_V: which of dk and dv a kernel for them computes.
+    WANT_K and WANT_V: which of dk and dv a kernel for them computes. WANT_SLOPES: whether that of dq computes the
+    gradient of ALiBi's slopes too.
     """
 
     HEADS: Any
@@ -35,6 +36,7 @@ class Shape(NamedTuple):
     BLOCK_N: Any
     WANT_K: Any
     WANT_V: Any
+    WANT_SLOPES: Any
 
 
 @triton.constexpr_function
@@ -247,27 +249,37 @@ def _span(first, full_first, full_last, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def numbers_tile(variant, seq, m0, n0, shape):
-    """The 16-bit numbers of dropout of a tile, uint32 [M, N or 32], a Philox call for eight: see `tilewise.dropout`."""
-    # Calls cover 32 columns, of which a narrower tile is a part.
-    WIDTH: tl.constexpr = max(shape.BLOCK_N, 32)
+def pairs_tile(variant, seq, m0, n0, shape):
+    """What dropout draws for a tile, uint32 [M, N / 2 or 16]: two numbers of 16 bits for two columns.
+
+    A Philox call serves sixteen: see `tilewise.dropout`.
+    """
+    # Four calls cover 64 columns, of which a narrower tile is a part.
+    CALLS: tl.constexpr = max(shape.BLOCK_N, 64) // 16
     rows = m0 + tl.arange(0, shape.BLOCK_M)
-    calls = n0 // 32 * 4 + tl.arange(0, WIDTH // 8)
-    c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
-    c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, WIDTH // 8)).to(tl.uint32)
+    calls = n0 // 64 * 4 + tl.arange(0, CALLS)
+    c0 = tl.broadcast_to(rows[:, None], (shape.BLOCK_M, CALLS)).to(tl.uint32)
+    c1 = tl.broadcast_to(calls[None, :], (shape.BLOCK_M, CALLS)).to(tl.uint32)
     c2 = c0 * 0 + (seq.b * shape.HEADS + seq.h).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0, n_rounds=ROUNDS)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y
-    halves = tl.join(words & 0xFFFF, words >> 16)  # [M, N/8, 2, 2, 2]
-    halves = halves.reshape(shape.BLOCK_M, WIDTH // 32, 4, 4, 2)  # [M, group, thread, word, half]
-    return tl.permute(halves, (0, 1, 3, 2, 4)).reshape(shape.BLOCK_M, WIDTH)
+    w0, w1, w2, w3 = tl.philox(tl.load(variant.seed), c0, c1, c2, c0 * 0, n_rounds=philox.ROUNDS)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M, calls, 2, 2]: word 2x + y
+    if shape.BLOCK_N >= 64:
+        words = tl.join(words, philox.swapped(words)).reshape(shape.BLOCK_M, CALLS // 4, 4, 4, 2)
+        pairs = tl.permute(words, (0, 1, 4, 3, 2)).reshape(shape.BLOCK_M, CALLS * 8)
+    else:
+        words = tl.where(n0 % 64 < 32, words, philox.swapped(words)).reshape(shape.BLOCK_M, 4, 4)
+        pairs = tl.permute(words, (0, 2, 1)).reshape(shape.BLOCK_M, 16)
+    return pairs
 
 
 @triton.jit
 def keep_tile(variant, seq, m0, n0, shape):
     """The dropout mask of a tile, [M, N]."""
-    numbers = numbers_tile(variant, seq, m0, n0, shape)
-    keep = numbers < (tl.zeros((), tl.int32) + variant.keep).to(tl.uint32)
+    pairs = pairs_tile(variant, seq, m0, n0, shape)
+    bits = tl.join(pairs & 0xFFFF, pairs >> 16).reshape(shape.BLOCK_M, pairs.shape[1] * 2)
+    keep = philox.below(bits, tl.cast(variant.cut, tl.uint32))
+    if variant.drops:
+        keep = ~keep
     if shape.BLOCK_N < 32:
         parts = keep.reshape(shape.BLOCK_M, 32 // shape.BLOCK_N, shape.BLOCK_N).to(tl.int32)
         mine = tl.arange(0, 32 // shape.BLOCK_N) == n0 % 32 // shape.BLOCK_N
@@ -283,14 +295,8 @@ def without_dropped(p, variant, seq, m0, n0, dtype, shape):
     elif dtype == tl.float32 or shape.BLOCK_N < 32 or not PTX:
         p = tl.where(keep_tile(variant, seq, m0, n0, shape), p, 0.0).to(dtype)
     else:
-        # Two at a time, as they lie in registers: numbers are compared where they are, in one half or the other.
-        numbers = numbers_tile(variant, seq, m0, n0, shape).to(tl.uint16)
-        keep = tl.zeros([1, 1], tl.uint16) + variant.keep.to(tl.uint16)
-        p = tl.inline_asm_elementwise(
-            """{ .reg .pred low, high; .reg .b32 n, k, p;
-            shl.b32 n, $2, 16; shl.b32 k, $3, 16; setp.ge.u32 low, n, k; setp.ge.u32 high, $2, k;
-            mov.b32 p, $1; @low and.b32 p, p, 0xffff0000; @high and.b32 p, p, 0x0000ffff; mov.b32 $0, p; }""",
-            "=r,r,r,r", [p.to(dtype).to(tl.int16, bitcast=True), numbers, keep],
-            dtype=tl.int16, is_pure=True, pack=2,
-        ).to(dtype, bitcast=True)  # fmt: skip
+        # Two at a time, as they lie in registers.
+        dropped = philox.dropped(pairs_tile(variant, seq, m0, n0, shape), variant)
+        dropped = tl.join(dropped & 0xFFFF, dropped >> 16).reshape(shape.BLOCK_M, shape.BLOCK_N).to(tl.int16)
+        p = (p.to(dtype).to(tl.int16, bitcast=True) & ~dropped).to(dtype, bitcast=True)
     return p

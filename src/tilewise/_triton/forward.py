@@ -23,6 +23,28 @@ from . import device, launch
 
 
 @triton.jit
+def weights(s, m_i, variant, MASKED: tl.constexpr):
+    """Weights relative to each row's maximum so far, the factor on what earlier maxima gave, and the new maxima.
+
+    Maxima are those of scores in base 2, or of what makes scores by `score.last_factor`.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
+    m_safe = m_new
+    if MASKED or not variant.scaled:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    if variant.scaled:
+        # Scaling and subtracting the maximum are one instruction here.
+        factor = score.last_factor(variant) * LOG2E
+        scale = score.exact_scale(m_safe, factor)
+        p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
+        alpha = tl.exp2((m_i - m_safe) * factor)
+    else:
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+    return p, alpha, m_new
+
+
+@triton.jit
 def _attend(
     state, tiles, a, b, seq, span, variant, extra, shape, left, right, listed, lo, hi, MASKED: tl.constexpr
 ):  # fmt: skip
@@ -38,29 +60,22 @@ def _attend(
         k_ptr = k_base + n0.to(tl.int64) * a.seq
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
-        if not variant.fold:
+        if not variant.scaled:
             s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
+        elif variant.cap is not None:
+            _, s = score.softcapped(s, variant)
         if MASKED:
             seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
-        # The maximum of scores in base 2, or, where the scale is all there is, of raw products.
-        m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
-        m_safe = m_new
-        if MASKED or not variant.fold:
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        if variant.fold:
-            # Scaling and subtracting the maximum are one instruction here.
-            scale = score.exact_scale(m_safe, tl.zeros((), tl.float32) + variant.scale * LOG2E)
-            p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
-            alpha = tl.exp2((m_i - m_safe) * (variant.scale * LOG2E))
+        if variant.bounded:
+            p = tl.exp2(s * (variant.cap * LOG2E) - score.BOUNDED)  # [M, N]
         else:
-            p = tl.exp2(s - m_safe[:, None])
-            alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        m_i = m_new
+            p, alpha, m_i = weights(s, m_i, variant, MASKED)
+            l_i *= alpha
+            acc *= alpha[:, None]
+        l_i += tl.sum(p, 1)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
-        acc = acc * alpha[:, None]
         if MASKED:
             # What is not finite in v reaches the rows that see it, and no others.
             strange_tile = device.any_strange(v_tile)
@@ -94,23 +109,30 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     q_tile = device.load_rows(q_ptr, q.seq, offs_m, 0, rows_left, shape.HEAD_DIM, shape.BLOCK_D, True)
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
-    tiles = q_tile, m0, k_ptr, v_ptr
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([shape.BLOCK_M], tl.float32)
-    if sinks is not None:
+    if sinks is not None and not variant.bounded:
         # A sink is a key with value 0 that every row has already seen.
         sink = tl.load(sinks + h).to(tl.float32)
-        m_i = tl.zeros_like(m_i) + (sink / variant.scale if variant.fold else sink * LOG2E)
+        m_i = tl.zeros_like(m_i) + (sink / score.last_factor(variant) if variant.scaled else sink * LOG2E)
         l_i += 1.0
+    tiles = q_tile, m0, k_ptr, v_ptr
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
     span = device.keys_of(seq, m0, left, right, shape)
     acc, l_i, m_i = device.walk(
         _attend, state, tiles, k, v, seq, span, variant, extra, shape, left, right, h, tile_m, left
     )  # fmt: skip
+    if variant.bounded:
+        m_i = tl.where(l_i == 0.0, float("-inf"), score.BOUNDED)
+        if sinks is not None:
+            m_i, l_i, rest = score.joined(m_i, l_i, tl.load(sinks + h).to(tl.float32) * LOG2E)
+            acc *= rest[:, None]
+        m_i *= LN2
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    m_i = m_i * (variant.scale if variant.fold else LN2)
+    if not variant.bounded:
+        m_i = m_i * (score.last_factor(variant) if variant.scaled else LN2)
     lse_tile = tl.where(empty, float("-inf"), m_i + tl.log(l_i))
     stat = device.stat_offset(seq, stat_rows, variant, shape) + m0
     tl.store(lse + stat + offs_m, lse_tile, mask=offs_m < rows_left)

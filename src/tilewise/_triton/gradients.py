@@ -49,7 +49,7 @@ def backward(
         stats = statistics(call, (out, lse), (do, dlse), tile("delta"), tape)
         operands = tuple(rows_of(x, problem.packed) for x in (inputs.q, inputs.k, inputs.v, do.to(problem.dtype)))
         if "q" in needs or "alibi_slopes" in needs:
-            result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse), tape)
+            result["q"], slopes = gradient_of_q(call, operands, stats, tile("dq"), (inputs, dlse), needs, tape)
             if slopes is not None:
                 result["alibi_slopes"] = slopes
         wanted = tuple(name for name in ("k", "v") if name in needs)
@@ -90,11 +90,11 @@ def statistics(
 
 def gradient_of_q(
     call: Call, operands: tuple[Rows, ...], stats: tuple[torch.Tensor, ...], tile: TileConfig,
-    given: tuple[Inputs, torch.Tensor | None], tape: Tape,
+    given: tuple[Inputs, torch.Tensor | None], wanted: tuple[str, ...], tape: Tape,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """dq, and the gradient of the slopes if there are any; `given` are the inputs and dlse."""
+    """dq, and the gradient of the slopes if it is wanted; `given` are the inputs and dlse."""
     problem, (inputs, dlse) = call.problem, given
-    slopes = inputs.alibi_slopes
+    slopes = inputs.alibi_slopes if "alibi_slopes" in wanted else None
     dq = _empty(inputs.q, not problem.packed, tape)
     tiles_m = triton.cdiv(problem.seqlen_q, tile.block_m)
     partial = None
@@ -104,7 +104,7 @@ def gradient_of_q(
     if programs:
         arguments = (
             *operands, rows_of(dq, problem.packed), partial, None if partial is None else dlse, *stats,
-            *call.variant(tile), launch.shape(call.problem, tile), *call.sizes,
+            *call.variant(tile), launch.shape(call.problem, tile, wanted), *call.sizes,
         )  # fmt: skip
         tape.launch(dq_kernel, programs, arguments, **tile.launch_options)
     if partial is None or slopes is None:
@@ -126,7 +126,7 @@ def gradient_of_kv(
     if programs:
         arguments = (
             *operands, dk, dv, *stats, *call.variant(tile, transposed=True),
-            launch.shape(call.problem, tile, want_k="k" in wanted, want_v="v" in wanted), *call.sizes,
+            launch.shape(call.problem, tile, wanted), *call.sizes,
         )  # fmt: skip
         tape.launch(dkv_kernel, programs, arguments, **tile.launch_options)
     return tuple(grads[name] for name in wanted)

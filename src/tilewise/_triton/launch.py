@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import triton
 import triton.language as tl
 
@@ -21,9 +23,10 @@ def block(head_dim: int, beside: int = 0) -> int:
     return max(32, triton.next_power_of_2(head_dim), min(64, triton.next_power_of_2(beside)))
 
 
-def shape(problem: Problem, tile: TileConfig, want_k: bool = True, want_v: bool = True) -> Shape:
-    """Compile-time sizes."""
+def shape(problem: Problem, tile: TileConfig, wanted: Collection[str] = ()) -> Shape:
+    """Compile-time sizes; `wanted` are the inputs whose gradients a kernel for several computes."""
     sizes = (problem.heads_q, problem.group_size, problem.options.align == TOP_LEFT)
     d, dv = problem.head_dim, problem.head_dim_v
-    dims = (d, dv, block(d, dv), block(dv, d))
-    return Shape(*(tl.constexpr(size) for size in (*sizes, *dims, tile.block_m, tile.block_n, want_k, want_v)))
+    dims = (d, dv, block(d, dv), block(dv, d), tile.block_m, tile.block_n)
+    wants = (name in wanted for name in ("k", "v", "alibi_slopes"))
+    return Shape(*(tl.constexpr(size) for size in (*sizes, *dims, *wants)))

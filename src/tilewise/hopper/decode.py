@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels import cache, decode_plan, rotary
+from ..kernels import cache, decode_plan, rotary, score
 from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LN2, LOG2E, Sequence
@@ -265,7 +265,7 @@ def finished(acc, scale, shift, l_i, sink, variant):
     m_i = shift * (unit_of(variant.scale * LOG2E, variant) / scale)
     rest = each_row(scale, 1.0)
     if sink is not None:
-        m_i, l_i, rest = scores.joined(m_i, l_i, sink)
+        m_i, l_i, rest = score.joined(m_i, l_i, sink)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = gl.where(empty, 1.0, l_i)

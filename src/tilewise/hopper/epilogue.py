@@ -6,8 +6,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..kernels import score
 from ..kernels.score import LN2, LOG2E
-from . import scores
 from .pipeline import cta_barrier, tma_store
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
@@ -99,10 +99,12 @@ def totals(scale, shift, l_i, seq, rows, io, variant, shape):
     ROWS: gl.constexpr = scale.type.layout
     l_i = gl.convert_layout(gl.sum(l_i, 1), ROWS, assert_trivial=True)
     m_i = shift * (unit_of(io.qk_scale, variant) / scale)
+    if variant.bounded:
+        m_i = gl.where(l_i == 0.0, float("-inf"), score.BOUNDED)
     rest = each_row(rows, 1.0)
     if io.sinks is not None:
         sink = each_row(rows, 0.0) + gl.load(io.sinks + heads_of(seq, rows, shape)).to(gl.float32) * LOG2E
-        m_i, l_i, rest = scores.joined(m_i, l_i, sink)
+        m_i, l_i, rest = score.joined(m_i, l_i, sink)
     return m_i, l_i, rest
 
 

@@ -19,6 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from ..kernels import score
 from ..kernels.score import Variant
 from . import scores, unread
 from .epilogue import store
@@ -261,17 +262,28 @@ def step(
         s = scores.exponents(s, scale, shift)
     p = gl.exp2(s)
     sums = scores.partial_sums(p)
-    checked = sums
-    if shape.CLEAN:
-        checked += scores.spread(poison, sums)
     flags_smem = consumers.flags.index(W)
-    flags_smem.store(scores.by_warp(scores.outgrown(checked) | far))
+    if not variant.bounded:
+        checked = sums
+        if shape.CLEAN:
+            checked += scores.spread(poison, sums)
+        flags_smem.store(scores.by_warp(scores.outgrown(checked) | far))
     if not EARLY:
         marks = dropped(p32, seq, tile, rows, j, key, work, variant, shape)
     acc, tail, p16 = added(acc, tail, p16, shape)
     p32 = packed(p, io.q_desc.dtype)
     release(v, i - 1)
-    if scores.any_warp(flags_smem):
+    outgrown = False
+    if not variant.bounded:
+        outgrown = scores.any_warp(flags_smem)
+    elif shape.CLEAN:
+        if masked:
+            # This keeps it a branch: the compiler would rather add in every tile.
+            poison = scores.opaque(poison.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+            acc = marred(acc, poison)
+            if shape.DV_HIGH != 0:
+                tail = marred(tail, poison)
+    if outgrown:
         s = warpgroup_mma_wait(0, deps=(multiply(q_smem, k_smem, zero, shape),))
         # What the first time has computed costs registers if it is kept for the second.
         again = scores.opaque(j)
@@ -308,8 +320,8 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     release(k, i)
     top = tile.hi - 1
     slope, key = slope_of(variant, seq, rows, shape), key_of(variant)
-    none = each_row(rows, 0.0)
-    s = modified(s, none, seq, tile, rows, top, slope, band, variant, extra, shape, True)
+    less = each_row(rows, score.BOUNDED if variant.bounded else 0.0)
+    s = modified(s, less, seq, tile, rows, top, slope, band, variant, extra, shape, True)
     acc = gl.zeros([64, LOW], gl.float32, score_layout(LOW))
     tail = 0
     if shape.DV_HIGH != 0:
@@ -317,8 +329,12 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     if is_masked(tile, top):
         s = hidden(s, seq, tile, rows, top, band, variant, extra, shape)
     unit = unit_of(io.qk_scale, variant)
-    scale, shift, safe, _ = scores.reference(s, each_row(rows, 0.0) + unit, each_row(rows, float("-inf")), unit)
-    p = gl.exp2(scores.exponents(s, scale, safe))
+    scale, shift = each_row(rows, 0.0) + unit, less
+    if variant.bounded:
+        p = gl.exp2(s)
+    else:
+        scale, shift, safe, _ = scores.reference(s, scale, each_row(rows, float("-inf")), unit)
+        p = gl.exp2(scores.exponents(s, scale, safe))
     p32 = packed(p, io.q_desc.dtype)
     p32 = kept(p32, dropped(p32, seq, tile, rows, top, key, work, variant, shape), variant)
     if shape.CLEAN:

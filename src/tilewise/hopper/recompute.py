@@ -76,8 +76,8 @@ def unpacked(p32, LAYOUT: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def calls_of_keys(warps, rows):
-    """Registers of Philox calls [16, rows], which reach the threads that need them through shared memory."""
-    return gl.BlockedLayout([1, rows // 16], [2, 16], [warps, 1], [1, 0])
+    """Registers of Philox calls [8, rows], which reach the threads that need them through shared memory."""
+    return gl.BlockedLayout([1, rows // 32], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -92,32 +92,48 @@ def pairs_of_keys(rows):
 
 @gluon.constexpr_function
 def pairs_of_rows(keys):
-    """Registers of a tile [128, keys] of 8 warps as [row, call, pair of the call's keys]: a call is one thread's."""
+    """Registers of a tile [128, keys] of 8 warps as [row, half of a call, pair of its keys]: a call is one thread's."""
     passing = [[0, 4 << bit, 0] for bit in range((keys // 32).bit_length() - 1)]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     registers = [[8, 0, 0], [0, 0, 1], [0, 0, 2], *passing]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0], [64, 0, 0]], [], [128, keys // 8, 4])
 
 
+@gluon.constexpr_function
+def calls_of_rows(keys):
+    """The calls of `pairs_of_rows`, [128, keys / 16]."""
+    passing = [[0, 4 << bit] for bit in range((keys // 64).bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[8, 0], *passing], lanes, [[16, 0], [32, 0], [64, 0]], [], [128, keys // 16])
+
+
 @gluon.jit
 def make_bits(shape):
-    """Where `draw` leaves its bits for `without_dropped`: four calls that a warp reads at once lie in other banks."""
+    """Where `draw` leaves its bits for `without_dropped`: what a warp reads at once of four lies in other banks."""
     CALLS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
     return gl.allocate_shared_memory(gl.int32, [shape.BLOCK_N // 8, shape.BLOCK_M // 4], CALLS)
 
 
 @gluon.jit
 def dropped_by_call(variant, key, b, h, rows, calls, heads):
-    """For each Philox call, for eight keys of a row, which dropout makes 0 (see `tilewise.dropout`): of key 2i + j, bit
-    i of half j. `key` are the halves of the seed.
+    """Which of sixteen keys of a row dropout makes 0, for each Philox call (see `tilewise.dropout`) and either half of
+    it, which is 32 keys farther on: of its key 2i + j, bit i of half j. `key` are the halves of the seed.
     """
     # The keys of all rounds follow from it sooner than registers are found to keep them.
     k0, k1 = scores.opaque(key[0]).to(gl.uint32), scores.opaque(key[1]).to(gl.uint32)
     pair = (b * heads + h).to(gl.uint32)
     w0, w1, w2, w3 = philox.words(k0, k1, rows.to(gl.uint32), calls.to(gl.uint32), pair)
-    keep = gl.to_tensor(variant.keep).to(gl.int32)
-    marks = scores.over(w0.to(gl.int32), keep) + scores.over(w1.to(gl.int32), keep) * 2
-    return marks + scores.over(w2.to(gl.int32), keep) * 4 + scores.over(w3.to(gl.int32), keep) * 8
+    first = marks_of(w0, w1, w2, w3, variant)
+    second = marks_of(philox.swapped(w0), philox.swapped(w1), philox.swapped(w2), philox.swapped(w3), variant)
+    return gl.join(first, second)
+
+
+@gluon.jit
+def marks_of(w0, w1, w2, w3, variant):
+    """Bit i of a half: whether that half of word i says that a key is dropped."""
+    marks = (philox.dropped(w0, variant) & 0x10001) | (philox.dropped(w1, variant) & 0x20002)
+    marks = marks | (philox.dropped(w2, variant) & 0x40004) | (philox.dropped(w3, variant) & 0x80008)
+    return marks.to(gl.int32)
 
 
 @gluon.jit
@@ -125,16 +141,18 @@ def draw(variant, key, b, h, m0, n0, heads, bits_smem, shape):
     """Leave the bits of `dropped_by_call` for a tile of rows from m0 and keys from n0, transposed.
 
     A word has a byte for each of the rows i, i + 8, i + 1 and i + 9, which are one thread's; its bits are keys 0, 2, 4,
-    6, 1, 3, 5, 7 of the call.
+    6, 1, 3, 5, 7 of half a call.
     """
     CALLS: gl.constexpr = calls_of_keys(shape.WARPS, shape.BLOCK_M)
     places = gl.arange(0, shape.BLOCK_M, gl.SliceLayout(0, CALLS))
     rows = m0 + (places & ~15) + (places & 1) * 8 + ((places >> 1) & 1) + ((places >> 1) & 6)
-    calls = n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(1, CALLS))
+    calls = n0 // 16 + gl.arange(0, shape.BLOCK_N // 16, gl.SliceLayout(1, CALLS))
     bits = dropped_by_call(variant, key, b, h, rows[None, :], calls[:, None], heads)
     bits = (bits | (bits >> 12)) & 0xFF
-    words = (bits << ((places & 3) * 8)[None, :]).reshape([shape.BLOCK_N // 8, shape.BLOCK_M // 4, 4])
-    bits_smem.store(gl.sum(words, 2))
+    shifts = ((places & 3) * 8)[None, :]
+    words = (bits << gl.join(shifts, shifts)).reshape([shape.BLOCK_N // 64, 4, shape.BLOCK_M // 4, 4, 2])
+    words = gl.sum(words, 3).permute([0, 3, 1, 2])  # [64 keys, half, call, word of four rows]
+    bits_smem.store(words.reshape([shape.BLOCK_N // 8, shape.BLOCK_M // 4]))
 
 
 @gluon.jit
@@ -162,12 +180,15 @@ def without_dropped(p32, bits_smem, shape):
 def without_dropped_of_rows(p32, variant, key, b, h, m0, n0, heads, shape):
     """Likewise, [M, N / 2]: what a thread needs it draws itself."""
     OF: gl.constexpr = pairs_of_rows(shape.BLOCK_N)
-    CALLS: gl.constexpr = gl.SliceLayout(2, OF)
+    CALLS: gl.constexpr = calls_of_rows(shape.BLOCK_N)
     PACKED: gl.constexpr = p32.type.layout
     rows = (m0 + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(1, CALLS)))[:, None]
-    calls = (n0 // 8 + gl.arange(0, shape.BLOCK_N // 8, gl.SliceLayout(0, CALLS)))[None, :]
+    calls = (n0 // 16 + gl.arange(0, shape.BLOCK_N // 16, gl.SliceLayout(0, CALLS)))[None, :]
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, OF)))[None, None, :]
-    words = dropped_by_call(variant, key, b, h, rows, calls, heads)[:, :, None] << (7 - pair)
+    bits = dropped_by_call(variant, key, b, h, rows, calls, heads)
+    bits = bits.reshape([shape.BLOCK_M, shape.BLOCK_N // 64, 4, 2]).permute([0, 1, 3, 2])
+    bits = bits.reshape([shape.BLOCK_M, shape.BLOCK_N // 8])
+    words = gl.convert_layout(bits, gl.SliceLayout(2, OF), assert_trivial=True)[:, :, None] << (7 - pair)
     marks = spread_signs(words, 0).reshape([shape.BLOCK_M, shape.BLOCK_N // 32, 4, 4]).permute([0, 1, 3, 2])
     return p32 & ~gl.convert_layout(marks.reshape([shape.BLOCK_M, shape.BLOCK_N // 2]), PACKED, assert_trivial=True)
 

@@ -20,10 +20,10 @@ def score_layout(n):
 
 @gluon.constexpr_function
 def call_layout(n):
-    """Registers of [64, n / 8] Philox calls: each with the thread whose elements of a [64, n] accumulator it serves."""
-    groups = [[0, 4 << bit] for bit in range((n // 32).bit_length() - 1)]
+    """Registers of [64, n / 16] calls, each with the thread whose elements of a [64, n] accumulator it serves."""
+    groups = [[0, 4 << bit] for bit in range((n // 64).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], *groups], lanes, [[16, 0], [32, 0]], [], [64, n // 8])
+    return gl.DistributedLinearLayout([[8, 0], *groups], lanes, [[16, 0], [32, 0]], [], [64, n // 16])
 
 
 @gluon.jit
@@ -107,47 +107,22 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
 
 @gluon.jit
 def dropped(variant, key, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
-    """Ones in the halves of packed weights that dropout makes 0, [M, N / 2]: a Philox call for eight of a thread.
+    """Ones in the halves of packed weights that dropout makes 0, [M, N / 2]: a Philox call for sixteen of a thread.
 
     `key` are the halves of the seed, `batch_head` is ``batch * heads_q + head``, for all rows or [M].
     """
     CALLS: gl.constexpr = call_layout(N)
     k0, k1 = key[0].to(gl.uint32), key[1].to(gl.uint32)
     row = gl.convert_layout(rows, gl.SliceLayout(1, CALLS), assert_trivial=True)[:, None]
-    calls = (n0 // 8 + gl.arange(0, N // 8, gl.SliceLayout(0, CALLS)))[None, :]
+    calls = (n0 // 16 + gl.arange(0, N // 16, gl.SliceLayout(0, CALLS)))[None, :]
     if len(batch_head.shape) == 1:
         batch_head = gl.convert_layout(batch_head, gl.SliceLayout(1, CALLS), assert_trivial=True)[:, None]
     w0, w1, w2, w3 = philox.words(k0, k1, row.to(gl.uint32), calls.to(gl.uint32), batch_head.to(gl.uint32))
-    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/8, 2, 2]: word 2x + y, the halves of which are neighbours
-    words = words.reshape([64, N // 32, 4, 4]).permute([0, 1, 3, 2]).reshape([64, N // 2])
-    marks = at_least(words.to(gl.int32), gl.to_tensor(variant.keep).to(gl.int32))
+    words = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [M, N/16, 2, 2]: word 2x + y, whose halves are neighbours
+    words = gl.join(words, philox.swapped(words)).reshape([64, N // 64, 4, 4, 2])
+    words = words.permute([0, 1, 4, 3, 2]).reshape([64, N // 2])
+    marks = philox.dropped(words, variant).to(gl.int32)
     return gl.convert_layout(marks, PACKED, assert_trivial=True)
-
-
-@gluon.jit
-def at_least(words, keep):
-    """Ones in both halves of an int32 where that half, without sign, is at least `keep` (1 to 65535)."""
-    cut, least = cut_off(words, keep)
-    # The second product is one for all words.
-    return cut * 0xFFFF - least * 0xFFFF
-
-
-@gluon.jit
-def over(words, keep):
-    """Likewise 1 in both halves, or 0."""
-    cut, least = cut_off(words, keep)
-    return cut - least
-
-
-@gluon.jit
-def cut_off(words, keep):
-    """Both halves of an int32 cut off to ``keep - 1 .. keep``, which leaves one of two numbers; and the lesser."""
-    CUT: gl.constexpr = "{ .reg .b32 t; max.u16x2 t, $1, $2; min.u16x2 $0, t, $3; }"
-    least = (keep - 1) * 0x10001
-    cut = gl.inline_asm_elementwise(
-        CUT, "=r,r,r,r", [words, least, keep * 0x10001], dtype=gl.int32, is_pure=True, pack=1
-    )
-    return cut, least
 
 
 @gluon.jit
@@ -183,18 +158,6 @@ def reference(s, scale, shift, unit):
     new_shift = m_new * new_scale
     safe = gl.where(new_shift == float("-inf"), 0.0, new_shift)
     return new_scale, new_shift, safe, gl.exp2(shift * (new_scale / scale) - safe)
-
-
-@gluon.jit
-def joined(m_i, l_i, sink):
-    """Reference and sum of rows that see a sink, a key with value 0, beside their keys; factor on what these sum to.
-
-    All in base 2; a sink may be -inf, and so may a reference.
-    """
-    m_all = gl.maximum(m_i, sink)
-    m_safe = gl.where(m_all == float("-inf"), 0.0, m_all)
-    rest = gl.exp2(m_i - m_safe)
-    return m_all, l_i * rest + gl.exp2(sink - m_safe), rest
 
 
 @gluon.jit

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from .. import dropout
 from ..mask_algebra import Frame, Lowered
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 from . import compiled, plans
-from .score import Grid, Variant
+from .score import BOUNDED_CAP, Grid, Variant
 
 
 def grid(x: torch.Tensor) -> Grid:
@@ -121,7 +122,12 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
     if inputs.bias is not None:
         fields |= zip(("bias", "bias_batch", "bias_head", "bias_q", "bias_k"), grid(inputs.bias), strict=True)
     if inputs.dropout_seed is not None and problem.has_dropout:
-        # A float, for of integers Triton compiles 1 and multiples of 16 apart.
+        cut = dropout.cut(options.dropout_keep)
+        # Floats, for of integers Triton compiles 1 and multiples of 16 apart.
         fields |= {"seed": inputs.dropout_seed.to(problem.device), "keep": float(options.dropout_keep)}
-    modified = options.softcap is not None or not fields.keys().isdisjoint(("mod", "slopes", "bias"))
-    return Variant(**fields, fold=tl.constexpr(not modified)), extra
+        fields |= {"cut": float(cut.number), "drops": tl.constexpr(cut.drops)}
+    scaled = fields.keys().isdisjoint(("mod", "slopes", "bias"))
+    fold = scaled and options.softcap is None
+    bounded = scaled and 0.0 < (options.softcap or 0.0) <= BOUNDED_CAP and problem.dtype != torch.float16
+    kinds = {"fold": fold, "scaled": scaled, "bounded": bounded}
+    return Variant(**fields, **{name: tl.constexpr(kind) for name, kind in kinds.items()}), extra

@@ -26,6 +26,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None and torch.version.xpu is None)
 
 
+# In base 2. Of a softcap of 64, weights are from 2**-113 to 2**72: normal numbers of fp32 and bf16, also beside small
+# values, as are sums of 2**17 of them times 2**37.
+BOUNDED = tl.constexpr(20.0)
+BOUNDED_CAP = 64.0
+
 # With least largest error, tanh(x) / x as a polynomial of x² for |x| <= 1/2: x times it is off by 1.3e-7 at most.
 NEAR = tl.constexpr(0.5)
 _TANH_0, _TANH_2 = tl.constexpr(0.9999976761929735), tl.constexpr(-0.3332065521901403)
@@ -55,11 +60,15 @@ class Variant(NamedTuple):
     # From product to score. `fold`: the scale, which is positive, is all there is.
     scale: Any = None
     fold: Any = None
+    # Whether it is a number times the product, or times the tanh of softcap: see `last_factor`.
+    scaled: Any = None
     cap: Any = None
     # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype; whether not even one of 2**-11 of
     # the score would, where the dtype rounds a score by 2**-9 of it.
     fine: Any = None
     rough: Any = None
+    # Whether softcap keeps scores so close to 0 that weights need no maximum: they are relative to `BOUNDED`.
+    bounded: Any = None
     # Whether a kernel that looks for large scores may use a polynomial for the others.
     near: Any = None
     mod: Any = None
@@ -83,9 +92,11 @@ class Variant(NamedTuple):
     plan_batch: Any = None
     plan_head: Any = None
     plan_row: Any = None
-    # Seed of dropout, a scalar int64 in device memory, and the 16-bit threshold below which an element is kept.
+    # Seed of dropout, a scalar int64 in device memory; of 65,536 how many elements are kept; and `dropout.Cut`.
     seed: Any = None
     keep: Any = None
+    cut: Any = None
+    drops: Any = None
 
 
 class Sequence(NamedTuple):
@@ -182,8 +193,20 @@ def near_bound(variant):
 
 
 @triton.jit
-def scores(qk, variant, extra, seq, rows, keys):
-    """The products `qk` of `rows` with `keys` as scores in base 2, before the mask (see the module's head)."""
+def last_factor(variant):
+    """The positive number that makes scores of products, or of the tanh of softcap, where `Variant.scaled` says so."""
+    factor = tl.zeros((), tl.float32) + variant.scale
+    if variant.cap is not None:
+        factor = tl.zeros((), tl.float32) + variant.cap
+    return factor
+
+
+@triton.jit
+def scores(qk, variant, extra, seq, rows, keys, less=None):
+    """The products `qk` of `rows` with `keys` as scores in base 2, before the mask (see the module's head).
+
+    `less`, broadcasting to the tile, is subtracted from them: together with ALiBi it costs nothing.
+    """
     tanh_x = qk
     capped = qk
     s = qk
@@ -199,7 +222,12 @@ def scores(qk, variant, extra, seq, rows, keys):
     elif variant.cap is None:
         s = qk * (variant.scale * LOG2E)
     if variant.slopes is not None:
-        s -= slope(variant, seq) * LOG2E * distance(seq, rows, keys)
+        penalty = slope(variant, seq) * LOG2E * distance(seq, rows, keys)
+        if less is not None:
+            penalty += less
+        s -= penalty
+    elif less is not None:
+        s -= less
     if variant.bias is not None:
         s += bias_tile(variant, seq, rows, keys).to(tl.float32) * LOG2E
     return Chain(s, tanh_x, capped)
@@ -216,6 +244,18 @@ def scores_from(qk, variant, extra, seq, rows, n0, offs):
     else:
         chain = scores(qk, variant, extra, seq, rows, n0 + offs)
     return chain
+
+
+@triton.jit
+def joined(m_i, l_i, sink):
+    """Reference and sum of rows that see a sink, a key with value 0, beside their keys; factor on what these sum to.
+
+    All in base 2; a sink may be -inf, and so may a reference.
+    """
+    m_all = tl.maximum(m_i, sink)
+    m_safe = tl.where(m_all == float("-inf"), 0.0, m_all)
+    rest = tl.exp2(m_i - m_safe)
+    return m_all, l_i * rest + tl.exp2(sink - m_safe), rest
 
 
 @triton.jit

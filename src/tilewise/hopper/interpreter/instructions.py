@@ -32,12 +32,6 @@ def _pack(dtype: Any) -> Callable[..., Any]:
     return run
 
 
-def _cut(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
-    """Each half of the first, at least that of the second and at most that of the third."""
-    x, least, most = (np.ascontiguousarray(a).astype(np.int32).view(np.uint16) for a in _arrays(args))
-    return tensor(np.minimum(np.maximum(x, least), most).view(np.int32), tl.int32)
-
-
 def _sum_of_zeros(dtype: Any) -> Callable[..., Any]:
     def run(machine: Any, args: Sequence[Any], _: Any) -> Any:
         words = [np.ascontiguousarray(a).view(np.uint16) for a in _arrays(args)]
@@ -83,7 +77,6 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"^cvt\.rn\.f16x2": _pack(tl.float16),
     r"prmt\.b32 .* 0xAA88": _spread_signs(0),
     r"prmt\.b32 .* 0xBB99": _spread_signs(1),
-    r"max\.u16x2 .* min\.u16x2": _cut,
     r"fma\.rn\.bf16x2": _sum_of_zeros(tl.bfloat16),
     r"fma\.rn\.f16x2": _sum_of_zeros(tl.float16),
     r"ld\.acquire\.gpu": _await,
