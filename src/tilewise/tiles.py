@@ -168,8 +168,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "forward", "hopper", "16bit", 128): TileConfig(64, 64, 4, 3),  # 469/490, 409
     ("triton", "forward", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2),  # 479/469, 389
     ("triton", "forward", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
-    ("triton", "dq", "hopper", "16bit", 64): TileConfig(128, 64, 8, 3, 128),  # 624/607, 541
-    ("triton", "dq dropout", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 168),
+    ("triton", "dq", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 168),
     ("triton", "dq", "hopper", "16bit", 128): TileConfig(128, 64, 8, 3),  # 638/623, 522
     ("triton", "dq", "hopper", "16bit", 256): TileConfig(128, 32, 8, 2),  # 420/435, 375
     ("triton", "dq", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),

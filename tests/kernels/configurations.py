@@ -15,7 +15,6 @@ from tilewise.arguments import prepare
 KERNELS = {
     "forward": "forward_kernel",
     "dq": "dq_kernel",
-    "dq dropout": "dq_kernel",
     "dkv": "dkv_kernel",
     "dkv dropout": "dkv_kernel",
     "dk": "dkv_kernel",

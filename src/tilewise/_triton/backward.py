@@ -111,7 +111,7 @@ def _gather_dq(
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.key_tile(i, listed, variant) * shape.BLOCK_N
+        n0 = device.key_tile(i, listed, span, left, variant, MASKED) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
         first, last = span.first - n0, span.last - n0
         k_ptr = k_base + n0.to(tl.int64) * a.seq
@@ -238,7 +238,7 @@ def _gather_dkv(
         head = n0 * 0
     for i in tl.range(lo, end, disable_licm=True):
         head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
-        m0 = tile * shape.BLOCK_M
+        m0 = device.of_edges(tile, span, right, variant, MASKED) * shape.BLOCK_M
         own = score.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         first, last = span.first - m0, span.last - m0
         q_ptr = q_base + m0.to(tl.int64) * a.seq + head.to(tl.int64) * a.head
@@ -306,8 +306,7 @@ def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, extra, shape, seqlen_q
     dv_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
     span = device.rows_of(seq, n0, left, right, shape)
     dk_tile, dv_tile = device.walk(
-        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n,
-        right,
+        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n, right
     )  # fmt: skip
     if shape.WANT_K:
         dk_ptr = device.row_ptr(dk, b, seq.k_start + n0, head_kv)

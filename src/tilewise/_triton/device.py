@@ -183,10 +183,9 @@ def rows_of(seq, n0, left, right, shape):
 def walk(
     body: tl.constexpr, state, tiles, a, b, seq, span, variant, extra, shape, left, right, own_head, own_tile, low_edge
 ):  # fmt: skip
-    """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for each stretch of tiles that the program has to visit.
-
-    At most three: those at the low edge of the span, those that need no element test, those at the high edge. A side
-    whose bound `low_edge` is None has no edge. With a plan there are two, and `listed` is where it lists them.
+    """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for the tiles that the program has to visit: those that
+    need no element test, then the others, at both edges (`of_edges`) or, if the bound `low_edge` is None, at the high
+    one. With a plan, `listed` is where it lists them.
     """
     if variant.plan is not None:
         row = variant.plan + seq.b.to(tl.int64) * variant.plan_batch + own_head.to(tl.int64) * variant.plan_head
@@ -199,23 +198,30 @@ def walk(
     elif variant.predicate is not None:
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.hi, True)
     else:
-        if low_edge is not None:
-            state = body(
-                state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.full_lo, True
-            )
         state = body(
             state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False
         )
-        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_hi, span.hi, True)
+        first, last = span.full_hi, span.hi
+        if low_edge is not None:
+            first, last = span.lo, span.hi - (span.full_hi - span.full_lo)
+        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, first, last, True)
     return state
 
 
 @triton.jit
-def key_tile(i, listed, variant):
+def of_edges(i, span, low_edge, variant, MASKED: tl.constexpr):
+    """Index of the i-th tile: those at both edges are one stretch, which jumps over those that need no element test."""
+    if MASKED and low_edge is not None and variant.plan is None and variant.predicate is None:
+        i = tl.where(i >= span.full_lo, i + (span.full_hi - span.full_lo), i)
+    return i
+
+
+@triton.jit
+def key_tile(i, listed, span, left, variant, MASKED: tl.constexpr):
     """Index of the i-th tile of keys to visit."""
     if variant.plan is not None:
         i = tl.load(listed + i)
-    return i
+    return of_edges(i, span, left, variant, MASKED)
 
 
 @triton.jit

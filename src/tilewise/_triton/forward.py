@@ -23,6 +23,24 @@ from . import device, launch
 
 
 @triton.jit
+def sums_of_rows(p, shape):
+    """Sums of weights, [M]; where there are registers [M, 8], of every eighth column: those of one thread's elements."""
+    if shape.BLOCK_DV <= 128:
+        sums = tl.sum(p.reshape(shape.BLOCK_M, shape.BLOCK_N // 8, 8), 1)
+    else:
+        sums = tl.sum(p, 1)
+    return sums
+
+
+@triton.jit
+def beside_sums(row, sums):
+    """A number for each row, to be combined with `sums_of_rows`."""
+    if len(sums.shape) == 2:
+        row = row[:, None]
+    return row
+
+
+@triton.jit
 def weights(s, m_i, variant, MASKED: tl.constexpr):
     """Weights relative to each row's maximum so far, the factor on what earlier maxima gave, and the new maxima.
 
@@ -54,7 +72,7 @@ def _attend(
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.key_tile(i, listed, variant) * shape.BLOCK_N
+        n0 = device.key_tile(i, listed, span, left, variant, MASKED) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
         first, last = span.first - n0, span.last - n0
         k_ptr = k_base + n0.to(tl.int64) * a.seq
@@ -71,9 +89,9 @@ def _attend(
             p = tl.exp2(s * (variant.cap * LOG2E) - score.BOUNDED)  # [M, N]
         else:
             p, alpha, m_i = weights(s, m_i, variant, MASKED)
-            l_i *= alpha
+            l_i *= beside_sums(alpha, l_i)
             acc *= alpha[:, None]
-        l_i += tl.sum(p, 1)
+        l_i += sums_of_rows(p, shape)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         if MASKED:
@@ -110,18 +128,20 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([shape.BLOCK_M], tl.float32)
+    l_i = sums_of_rows(tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32), shape)
     if sinks is not None and not variant.bounded:
         # A sink is a key with value 0 that every row has already seen.
         sink = tl.load(sinks + h).to(tl.float32)
         m_i = tl.zeros_like(m_i) + (sink / score.last_factor(variant) if variant.scaled else sink * LOG2E)
-        l_i += 1.0
+        l_i += 0.125 if len(l_i.shape) == 2 else 1.0
     tiles = q_tile, m0, k_ptr, v_ptr
     state = tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), l_i, m_i
     span = device.keys_of(seq, m0, left, right, shape)
     acc, l_i, m_i = device.walk(
         _attend, state, tiles, k, v, seq, span, variant, extra, shape, left, right, h, tile_m, left
     )  # fmt: skip
+    if len(l_i.shape) == 2:
+        l_i = tl.sum(l_i, 1)
     if variant.bounded:
         m_i = tl.where(l_i == 0.0, float("-inf"), score.BOUNDED)
         if sinks is not None:
