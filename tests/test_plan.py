@@ -134,6 +134,16 @@ def test_slots(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> No
     assert plan.workspace_bytes() == plan.slots * plan.block_m * 65 * 4
 
 
+def in_use(plan: Plan, items: Items) -> int:
+    """Programs that share the tiles of items that are cut: of equal ones as many as have equal parts, if almost all."""
+    total, there, longest = int(items.tiles.sum()), int((items.tiles > 0).sum()), int(items.tiles.max())
+    programs = plan.programs
+    equal = programs // max(1, there) * there
+    if longest * there == total and WHOLE_COST * programs <= (WHOLE_COST + 1) * equal:
+        programs = equal
+    return min(programs, total)
+
+
 @given(plans())
 def test_programs_are_even(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> None:
     """Without short items each program has the same number of tiles, or one more; with them, no short one is cut.
@@ -149,7 +159,7 @@ def test_programs_are_even(drawn: tuple[Plan, Lengths, tuple[int | None, int | N
     assert starts[0] == 0 and starts[-1] == used and starts == sorted(starts)
     loads = []
     total = int(items.tiles.sum())
-    for p in range(min(plan.programs, max(1, total))):
+    for p in range(max(1, in_use(plan, items))):
         tiles = 0
         for piece in pieces[starts[p] : starts[p + 1]]:
             tiles += max(1, -(-piece[KEY_HI] // plan.block_n) - piece[KEY_LO] // plan.block_n)
@@ -205,7 +215,7 @@ def test_closed_form(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]])
     if all_whole(plan, items):
         return
     ends = items.tiles.cumsum(0).tolist()
-    total, programs = ends[-1], min(plan.programs, ends[-1])
+    total, programs = ends[-1], in_use(plan, items)
     for item, own in pieces_by_item(plan, work).items():
         begin, end = ends[item] - int(items.tiles[item]), ends[item]
         p1, p2 = -(-(begin + 1) * programs // total), -(-end * programs // total) - 1
@@ -214,6 +224,17 @@ def test_closed_form(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]])
         if cut:
             slots = [2 * (p1 - 1) + 1, *(2 * p for p in range(p1, p2 + 1))]
             assert [piece[SLOT] for piece in own] == slots
+
+
+def test_equal_items_have_equal_parts() -> None:
+    """On 264 programs, 128 items are cut in two and 8 more stay idle; 120 would leave too many of them idle."""
+    for batch, counts in ((16, {2}), (15, {3})):
+        plan = Plan(batch, 8, 1, 64, 64, 4, 128, 8192, Static(), 264, 4)
+        work = work_list(plan, lengths([1] * batch, [8192] * batch), None, None)
+        assert set(work.merges[:, 2].tolist()) == counts
+        if batch == 16:
+            assert (work.starts.diff() == 1).tolist() == [True] * 256 + [False] * 8
+            assert set((work.pieces[:256, KEY_HI] - work.pieces[:256, KEY_LO]).tolist()) == {4096}
 
 
 def test_short_contexts_are_not_split() -> None:

@@ -451,7 +451,7 @@ def decode_kernel(
             if piece.is_first & (piece.slot >= 0):
                 cut_group = g
                 cut_head = h
-                cut_pieces = decode_plan.pieces_from(program, programs, start, group.units, mine.total)
+                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width

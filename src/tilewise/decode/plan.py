@@ -12,9 +12,10 @@ Two ways to cut, both from sizes and lengths alone, so a plan is computed on the
   are fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one
   moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Nor is any, where the
   items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`): then there
-  is nothing to merge. Piece of program p:
-  slot ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the
-  one it ends with, hence two slots.
+  is nothing to merge. Items of equal length are cut into equal parts, as many as there are programs for, if hardly any
+  is left without: each then begins once, and not in the middle of its work again. Piece of program p: slot
+  ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the one
+  it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
 
 Source: Osama et al., "Stream-K" (2023); LeanAttention (Sanovar et al., 2024); Flash-Decoding++ (Hong et al., 2023).
@@ -205,8 +206,13 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     """Where each program's run of tiles begins; the last entry is the number of tiles."""
     total = ends[-1]
     program = torch.arange(plan.programs + 1, device=ends.device)
+    # Equal items have equal parts, one for each program that has anything to do.
+    there = (items.tiles > 0).sum()
+    equal = plan.programs // there.clamp(min=1) * there
+    alike = items.tiles.max() * there == total
+    equally = alike & (WHOLE_COST * plan.programs <= (WHOLE_COST + 1) * equal)
     # A program more than there are tiles would have none, and come between those that share an item.
-    busy = total.clamp(1, plan.programs)
+    busy = torch.minimum(torch.where(equally, equal, plan.programs), total).clamp(min=1)
     raw = torch.minimum(program, busy) * total // busy
     owner = _owner(ends, raw)
     begin, end = begins[owner], ends[owner]

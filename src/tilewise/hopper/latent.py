@@ -373,7 +373,7 @@ def compute(
             if piece.is_first & (piece.slot >= 0):
                 cut_group = g
                 cut_head = h
-                cut_pieces = decode_plan.pieces_from(program, programs, start, group.units, mine.total)
+                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width

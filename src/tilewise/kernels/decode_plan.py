@@ -53,11 +53,14 @@ class Group(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The units ``first .. last`` of a program, of ``total``; the group that holds the first, and where it begins."""
+    """The units ``first .. last`` of a program, of ``total`` that `busy` programs have; the group that holds the first,
+    and where it begins.
+    """
 
     first: Any
     last: Any
     total: Any
+    busy: Any
     group: Any
     begin: Any
 
@@ -125,6 +128,17 @@ def _items_each(total, longest, items, programs):
 
 
 @triton.jit
+def _with_work(total, longest, items, programs, shape):
+    """How many programs share the units: where items are equal, as many as have equal parts of them."""
+    busy = programs
+    if shape.MODE == BALANCED:
+        equal = programs // tl.maximum(items, 1) * items
+        equally = (longest.to(tl.int64) * items == total) & (WHOLE_COST * programs <= (WHOLE_COST + 1) * equal)
+        busy = tl.where(equally, equal, programs)
+    return busy
+
+
+@triton.jit
 def _bound(raw, total, before, units, work, shape):
     """A bound between programs, moved to the nearer end of an item that is not to be cut."""
     bound = raw
@@ -159,7 +173,8 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
     groups = limits.batch * work.row_tiles
     total, longest, there = _totals(offs, slots, limits, work, shape, left, right)
     total = total * shape.HEADS_KV
-    busy = tl.minimum(tl.maximum(total, 1), programs)
+    items = there * shape.HEADS_KV
+    busy = tl.minimum(tl.maximum(total, 1), _with_work(total, longest, items, programs, shape))
     # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
     each = total // busy
     over = total - each * busy
@@ -168,7 +183,6 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
     raw0 = at0 * each + at0 * over // busy
     raw1 = at1 * each + at1 * over // busy
     # With whole items alone, how many come before each bound; those of a group follow each other.
-    items = there * shape.HEADS_KV
     whole = groups * 0
     if shape.MODE == BALANCED:
         whole = _items_each(total, longest, items, programs)
@@ -211,7 +225,7 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
     if shape.MODE == BALANCED:
         first = tl.where(whole > 0, tl.where(item0 < items, raw0, total), first)
         last = tl.where(whole > 0, tl.where(item1 < items, raw1, total), last)
-    return Share(first, last, total, g0, before0)
+    return Share(first, last, total, busy, g0, before0)
 
 
 @triton.jit
@@ -243,10 +257,9 @@ def piece_of(unit, begin, program, mine, group, item, work, shape):
 
 
 @triton.jit
-def pieces_from(program, programs, begin, units, total):
-    """Of a balanced plan, how many pieces the item has whose first is the last of this program's."""
-    busy = tl.minimum(total, programs).to(tl.int64)
-    last = ((begin + units).to(tl.int64) * busy + total - 1) // total - 1
+def pieces_from(program, mine, begin, units):
+    """Of a balanced plan, how many pieces the item has whose first is the last of this program's share `mine`."""
+    last = ((begin + units).to(tl.int64) * mine.busy + mine.total - 1) // mine.total - 1
     return (last - program + 1).to(tl.int32)
 
 

@@ -47,7 +47,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
             piece = decode_plan.piece_of(unit, start, p, mine, group, g * shape.HEADS_KV + h, work, shape)
             merged = 0
             if piece.is_first & (piece.slot >= 0):
-                merged = decode_plan.pieces_from(p, programs, start, group.units, mine.total)
+                merged = decode_plan.pieces_from(p, mine, start, group.units)
             at = found + tl.atomic_add(count, 1) * 8
             tl.store(at, group.seq.b)
             tl.store(at + 1, g % row_tiles)
@@ -68,6 +68,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "uneven": {"used": (1000, 3, 0, 170, 64)},
     "alike": {"used": (640,) * 5},
     "nearly alike": {"used": (640, 600, 0, 620, 640, 630, 610, 590, 0, 625, 640)},
+    "equal": {"used": (1000,) * 3, "programs": 13},
     "one": {"used": (1000,)},
     "nothing": {"used": (0, 0)},
     "nobody": {"used": ()},
@@ -79,7 +80,9 @@ CALLS: dict[str, dict[str, Any]] = {
 CUTS: list[dict[str, int]] = [{}, {"split_size": 128}, {"split_size": 384}, {"num_splits": 1}, {"num_splits": 3}]
 
 
-def posed(used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None = None, **options: Any) -> CacheCall:
+def posed(
+    used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None = None, programs: int = 5, **options: Any
+) -> CacheCall:
     """A call of 4 over 2 heads."""
     batch = len(used)
     lead = [batch, rows] if ragged is None else [sum(ragged)]
@@ -88,7 +91,7 @@ def posed(used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None =
         options |= {"cu_seqlens_q": offsets, "max_seqlen_q": max(ragged)}
     q, cache = torch.zeros(*lead, 4, 16), torch.zeros(batch, 1024, 2, 16)
     problem, inputs = prepare(q, cache, cache.clone(), torch.tensor(used, dtype=torch.int32), **options)
-    return CacheCall(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, 5, whole=4))
+    return CacheCall(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, programs, whole=4))
 
 
 def named(rows: list[list[int]]) -> list[tuple[int, ...]]:
