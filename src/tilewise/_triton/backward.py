@@ -306,7 +306,8 @@ def dkv_kernel(q, k, v, do, dk, dv, lse2, delta, variant, extra, shape, seqlen_q
     dv_tile = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
     span = device.rows_of(seq, n0, left, right, shape)
     dk_tile, dv_tile = device.walk(
-        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n, right
+        _gather_dkv, (dk_tile, dv_tile), tiles, q, do, seq, span, variant, extra, shape, left, right, head_kv, tile_n,
+        right,
     )  # fmt: skip
     if shape.WANT_K:
         dk_ptr = device.row_ptr(dk, b, seq.k_start + n0, head_kv)

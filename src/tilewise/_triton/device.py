@@ -183,9 +183,10 @@ def rows_of(seq, n0, left, right, shape):
 def walk(
     body: tl.constexpr, state, tiles, a, b, seq, span, variant, extra, shape, left, right, own_head, own_tile, low_edge
 ):  # fmt: skip
-    """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for the tiles that the program has to visit: those that
-    need no element test, then the others, at both edges (`of_edges`) or, if the bound `low_edge` is None, at the high
-    one. With a plan, `listed` is where it lists them.
+    """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for the tiles that the program has to visit.
+
+    Those at both edges (`of_edges`) come before those that need no element test; those at the high edge, if the bound
+    `low_edge` is None, come last. With a plan, `listed` is where it lists them.
     """
     if variant.plan is not None:
         row = variant.plan + seq.b.to(tl.int64) * variant.plan_batch + own_head.to(tl.int64) * variant.plan_head
@@ -198,13 +199,16 @@ def walk(
     elif variant.predicate is not None:
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.hi, True)
     else:
+        if low_edge is not None:
+            both = span.hi - (span.full_hi - span.full_lo)
+            state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, both, True)
         state = body(
             state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False
         )
-        first, last = span.full_hi, span.hi
-        if low_edge is not None:
-            first, last = span.lo, span.hi - (span.full_hi - span.full_lo)
-        state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, first, last, True)
+        if low_edge is None:
+            state = body(
+                state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_hi, span.hi, True
+            )
     return state
 
 

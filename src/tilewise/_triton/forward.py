@@ -24,7 +24,7 @@ from . import device, launch
 
 @triton.jit
 def sums_of_rows(p, shape):
-    """Sums of weights, [M]; where there are registers [M, 8], of every eighth column: those of one thread's elements."""
+    """Sums of weights, [M]; where there are registers [M, 8], of every eighth column, which are one thread's."""
     if shape.BLOCK_DV <= 128:
         sums = tl.sum(p.reshape(shape.BLOCK_M, shape.BLOCK_N // 8, 8), 1)
     else:

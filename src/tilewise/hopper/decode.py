@@ -358,7 +358,7 @@ def compute(
     stat_rows, rope_length, left, right, shape, W: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: 64 packed rows of every item."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    program = gl.program_id(0)
     q_smem = q_tiles.index(W)
     i = 0
     unit = mine.first

@@ -346,7 +346,7 @@ def compute(
     left, right, shape, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: its tiles of every item, and its half of every output."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    program = gl.program_id(0)
     even = 0
     odd = 1
     unit = mine.first
