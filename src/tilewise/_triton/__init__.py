@@ -61,7 +61,8 @@ def _architecture(problem: Problem) -> str:
 def tile(problem: Problem, pass_: str) -> TileConfig:
     """Tile of a pass: forward, delta, dq, dkv (or dk and dv, each with a kernel of its own), dbias."""
     key = (problem.dtype, max(problem.head_dim, problem.head_dim_v), _architecture(problem))
-    found = tiles.find(NAME, f"{pass_} dropout", *key) if problem.has_dropout else None
+    special = "dropout" if problem.has_dropout else "softcap" if problem.options.softcap is not None else None
+    found = tiles.find(NAME, f"{pass_} {special}", *key) if special else None
     return found or tiles.lookup(NAME, pass_, *key)
 
 

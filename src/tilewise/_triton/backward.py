@@ -111,7 +111,7 @@ def _gather_dq(
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.key_tile(i, listed, span, left, variant, MASKED) * shape.BLOCK_N
+        n0 = device.key_tile(i, listed, span, left, variant, shape, MASKED) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
         first, last = span.first - n0, span.last - n0
         k_ptr = k_base + n0.to(tl.int64) * a.seq
@@ -238,7 +238,7 @@ def _gather_dkv(
         head = n0 * 0
     for i in tl.range(lo, end, disable_licm=True):
         head, tile = device.row_tile(i, head, tile, lo, hi, listed, variant, shape)
-        m0 = device.of_edges(tile, span, right, variant, MASKED) * shape.BLOCK_M
+        m0 = device.of_edges(tile, span, right, variant, shape, MASKED) * shape.BLOCK_M
         own = score.Sequence(seq.b, seq.h + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         first, last = span.first - m0, span.last - m0
         q_ptr = q_base + m0.to(tl.int64) * a.seq + head.to(tl.int64) * a.head

@@ -185,8 +185,8 @@ def walk(
 ):  # fmt: skip
     """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for the tiles that the program has to visit.
 
-    Those at both edges (`of_edges`) come before those that need no element test; those at the high edge, if the bound
-    `low_edge` is None, come last. With a plan, `listed` is where it lists them.
+    Those at the low edge, if its bound `low_edge` is not None, come before those that need no element test, and those at
+    the high one after them; or both before (`of_edges`). With a plan, `listed` is where it lists them.
     """
     if variant.plan is not None:
         row = variant.plan + seq.b.to(tl.int64) * variant.plan_batch + own_head.to(tl.int64) * variant.plan_head
@@ -199,13 +199,15 @@ def walk(
     elif variant.predicate is not None:
         state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, span.hi, True)
     else:
+        end = span.full_lo
+        if edges_together(low_edge, shape):
+            end = span.hi - (span.full_hi - span.full_lo)
         if low_edge is not None:
-            both = span.hi - (span.full_hi - span.full_lo)
-            state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, both, True)
+            state = body(state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.lo, end, True)
         state = body(
             state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_lo, span.full_hi, False
         )
-        if low_edge is None:
+        if not edges_together(low_edge, shape):
             state = body(
                 state, tiles, a, b, seq, span, variant, extra, shape, left, right, 0, span.full_hi, span.hi, True
             )
@@ -213,19 +215,25 @@ def walk(
 
 
 @triton.jit
-def of_edges(i, span, low_edge, variant, MASKED: tl.constexpr):
-    """Index of the i-th tile: those at both edges are one stretch, which jumps over those that need no element test."""
-    if MASKED and low_edge is not None and variant.plan is None and variant.predicate is None:
+def edges_together(low_edge, shape):
+    """Whether one loop visits both edges: with 128 keys a tile, ptxas then waits for products where it need not."""
+    return low_edge is not None and shape.BLOCK_N <= 64
+
+
+@triton.jit
+def of_edges(i, span, low_edge, variant, shape, MASKED: tl.constexpr):
+    """Index of the i-th tile: a stretch of both edges jumps over the tiles that need no element test."""
+    if MASKED and edges_together(low_edge, shape) and variant.plan is None and variant.predicate is None:
         i = tl.where(i >= span.full_lo, i + (span.full_hi - span.full_lo), i)
     return i
 
 
 @triton.jit
-def key_tile(i, listed, span, left, variant, MASKED: tl.constexpr):
+def key_tile(i, listed, span, left, variant, shape, MASKED: tl.constexpr):
     """Index of the i-th tile of keys to visit."""
     if variant.plan is not None:
         i = tl.load(listed + i)
-    return of_edges(i, span, left, variant, MASKED)
+    return of_edges(i, span, left, variant, shape, MASKED)
 
 
 @triton.jit

@@ -23,9 +23,9 @@ from . import device, launch
 
 
 @triton.jit
-def sums_of_rows(p, shape):
+def sums_of_rows(p, variant, shape):
     """Sums of weights, [M]; where there are registers [M, 8], of every eighth column, which are one thread's."""
-    if shape.BLOCK_DV <= 128:
+    if variant.fold and variant.seed is None and shape.BLOCK_DV <= 128:
         sums = tl.sum(p.reshape(shape.BLOCK_M, shape.BLOCK_N // 8, 8), 1)
     else:
         sums = tl.sum(p, 1)
@@ -51,7 +51,7 @@ def weights(s, m_i, variant, MASKED: tl.constexpr):
     if MASKED or not variant.scaled:
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     if variant.scaled:
-        # Scaling and subtracting the maximum are one instruction here.
+        # Scaling and subtracting the maximum are one instruction.
         factor = score.last_factor(variant) * LOG2E
         scale = score.exact_scale(m_safe, factor)
         p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
@@ -72,16 +72,16 @@ def _attend(
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
     for i in tl.range(lo, hi):
-        n0 = device.key_tile(i, listed, span, left, variant, MASKED) * shape.BLOCK_N
+        n0 = device.key_tile(i, listed, span, left, variant, shape, MASKED) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
         first, last = span.first - n0, span.last - n0
         k_ptr = k_base + n0.to(tl.int64) * a.seq
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
-        if not variant.scaled:
-            s = score.scores_from(s, variant, extra, seq, rows, n0, offs_n[None, :]).s
-        elif variant.cap is not None:
-            _, s = score.softcapped(s, variant)
+        if variant.scaled:
+            s = score.before_factor(s, variant, seq, rows, n0, offs_n[None, :])
+        else:
+            s = score.scores(s, variant, extra, seq, rows, keys).s
         if MASKED:
             seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
@@ -91,7 +91,7 @@ def _attend(
             p, alpha, m_i = weights(s, m_i, variant, MASKED)
             l_i *= beside_sums(alpha, l_i)
             acc *= alpha[:, None]
-        l_i += sums_of_rows(p, shape)
+        l_i += sums_of_rows(p, variant, shape)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
         if MASKED:
@@ -128,7 +128,7 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
     k_ptr = device.row_ptr(k, b, seq.k_start, h // shape.GROUP)
     v_ptr = device.row_ptr(v, b, seq.k_start, h // shape.GROUP)
     m_i = tl.full([shape.BLOCK_M], float("-inf"), tl.float32)
-    l_i = sums_of_rows(tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32), shape)
+    l_i = sums_of_rows(tl.zeros([shape.BLOCK_M, shape.BLOCK_N], tl.float32), variant, shape)
     if sinks is not None and not variant.bounded:
         # A sink is a key with value 0 that every row has already seen.
         sink = tl.load(sinks + h).to(tl.float32)

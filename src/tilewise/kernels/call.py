@@ -126,8 +126,9 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
         # Floats, for of integers Triton compiles 1 and multiples of 16 apart.
         fields |= {"seed": inputs.dropout_seed.to(problem.device), "keep": float(options.dropout_keep)}
         fields |= {"cut": float(cut.number), "drops": tl.constexpr(cut.drops)}
-    scaled = fields.keys().isdisjoint(("mod", "slopes", "bias"))
-    fold = scaled and options.softcap is None
-    bounded = scaled and 0.0 < (options.softcap or 0.0) <= BOUNDED_CAP and problem.dtype != torch.float16
+    scaled = fields.keys().isdisjoint(("mod", "bias"))
+    alone = scaled and "slopes" not in fields
+    fold = alone and options.softcap is None
+    bounded = alone and 0.0 < (options.softcap or 0.0) <= BOUNDED_CAP and problem.dtype != torch.float16
     kinds = {"fold": fold, "scaled": scaled, "bounded": bounded}
     return Variant(**fields, **{name: tl.constexpr(kind) for name, kind in kinds.items()}), extra

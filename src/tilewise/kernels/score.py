@@ -60,7 +60,7 @@ class Variant(NamedTuple):
     # From product to score. `fold`: the scale, which is positive, is all there is.
     scale: Any = None
     fold: Any = None
-    # Whether it is a number times the product, or times the tanh of softcap: see `last_factor`.
+    # Whether it is a number, `last_factor`, times what `before_factor` returns.
     scaled: Any = None
     cap: Any = None
     # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype; whether not even one of 2**-11 of
@@ -194,11 +194,21 @@ def near_bound(variant):
 
 @triton.jit
 def last_factor(variant):
-    """The positive number that makes scores of products, or of the tanh of softcap, where `Variant.scaled` says so."""
+    """The positive number that makes scores of what `before_factor` returns."""
     factor = tl.zeros((), tl.float32) + variant.scale
     if variant.cap is not None:
         factor = tl.zeros((), tl.float32) + variant.cap
     return factor
+
+
+@triton.jit
+def before_factor(qk, variant, seq, rows, n0, offs):
+    """The products `qk` of `rows` with the keys ``n0 + offs``, the tanh of softcap if there is one, less ALiBi."""
+    if variant.cap is not None:
+        _, qk = softcapped(qk, variant)
+    if variant.slopes is not None:
+        qk -= slope(variant, seq) / last_factor(variant) * distance(seq, rows - n0, offs)
+    return qk
 
 
 @triton.jit
