@@ -17,11 +17,18 @@ KERNELS = {
     "dq": "dq_kernel",
     "dkv": "dkv_kernel",
     "dkv dropout": "dkv_kernel",
+    "dkv softcap": "dkv_kernel",
     "dk": "dkv_kernel",
     "dv": "dkv_kernel",
     "dbias": "dbias_kernel",
 }
 _DTYPES = {"16bit": torch.bfloat16, "32bit": torch.float32}
+# What a row is for, by what its pass is called beside the kernel.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "": {},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 0},
+    "softcap": {"softcap": 50.0},
+}
 _NEEDS = {"dq": ("q",), "dkv": ("k", "v"), "dk": ("k",), "dv": ("v",), "dbias": ("bias",)}
 
 
@@ -49,9 +56,8 @@ def compile_row(row: Row, **options: Any) -> Compiled:
     """The kernel of the row, as a causal call (or one with `options`) would launch it."""
     seqlen = 256
     q, k, v = (torch.empty(1, seqlen, heads, row.head_dim, dtype=_DTYPES[row.dtype]) for heads in (2, 2, 2))
-    pass_ = row.pass_.removesuffix(" dropout")
-    if pass_ != row.pass_:
-        options |= {"dropout_p": 0.1, "dropout_seed": 0}
+    pass_, _, special = row.pass_.partition(" ")
+    options |= _SPECIAL[special]
     if pass_ == "dbias":
         options["bias"] = torch.empty(1, 2, seqlen, seqlen)
     problem, inputs, _ = prepare(q, k, v, **{"causal": True, **options})

@@ -378,6 +378,19 @@ def test_the_softcap_of_small_scores_is_as_close_as_promised(scale: float, cap: 
     assert float((_fused(qk, factor, 0.0) - true).abs().max()) < 2e-7 * cap * math.log2(math.e)
 
 
+def test_the_exponential_without_a_special_function_is_as_close_as_promised() -> None:
+    """The arithmetic of `score.bounded_weights`, over all that a softcap of 64 leaves."""
+    cap = score.BOUNDED_CAP * math.log2(math.e)
+    x = torch.linspace(-cap - score.BOUNDED.value, cap - score.BOUNDED.value, 1_000_003)
+    whole = x + torch.tensor(score.INTEGER)
+    rest = x - (whole - torch.tensor(score.INTEGER))
+    p = torch.tensor(score.EXP2[3])
+    for coefficient in score.EXP2[2::-1]:
+        p = _fused(p, rest, torch.tensor(coefficient))
+    found = p * (whole.view(torch.int32) << 23).view(torch.float32)
+    assert float((found.double() / torch.exp2(x.double()) - 1.0).abs().max()) < 8e-5
+
+
 def plan_of(active: torch.Tensor) -> torch.Tensor:
     """The lists of a block mask's tiles."""
     problem, inputs = posed_call((64, 64), mask=tilewise.BlockMask(active, 128, 128))

@@ -185,8 +185,8 @@ def walk(
 ):  # fmt: skip
     """Call ``body(state, tiles, ..., listed, lo, hi, MASKED)`` for the tiles that the program has to visit.
 
-    Those at the low edge, if its bound `low_edge` is not None, come before those that need no element test, and those at
-    the high one after them; or both before (`of_edges`). With a plan, `listed` is where it lists them.
+    Those at the low edge, if its bound `low_edge` is not None, come before those that need no element test, and those
+    at the high one after them; or both before (`of_edges`). With a plan, `listed` is where it lists them.
     """
     if variant.plan is not None:
         row = variant.plan + seq.b.to(tl.int64) * variant.plan_batch + own_head.to(tl.int64) * variant.plan_head

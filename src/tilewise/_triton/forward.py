@@ -86,7 +86,7 @@ def _attend(
             seen = score.visible(variant, extra, seq, rows, keys, left, right)
             s = tl.where(seen, s, float("-inf"))
         if variant.bounded:
-            p = tl.exp2(s * (variant.cap * LOG2E) - score.BOUNDED)  # [M, N]
+            p = score.bounded_weights(s * (variant.cap * LOG2E) - score.BOUNDED, variant, MASKED)  # [M, N]
         else:
             p, alpha, m_i = weights(s, m_i, variant, MASKED)
             l_i *= beside_sums(alpha, l_i)
