@@ -151,9 +151,11 @@ def test_variants_compile(name: str) -> None:
     compiled(128, **VARIANTS[name])
 
 
-def declined(rows: int = 256, head_dim: int = 64, batch: int = 1, **options: Any) -> list[str]:
+def declined(
+    rows: int = 256, head_dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.float16, **options: Any
+) -> list[str]:
     """Why the backward pass of a call on a Hopper GPU is left to others."""
-    q = torch.empty(batch, rows, 2, head_dim, dtype=torch.float16, device="meta")
+    q = torch.empty(batch, rows, 2, head_dim, dtype=dtype, device="meta")
     problem, _, _ = prepare(q, q, q, **options)
     here = replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
     return hopper.unsupported_reasons(here, "backward")
@@ -162,6 +164,10 @@ def declined(rows: int = 256, head_dim: int = 64, batch: int = 1, **options: Any
 def test_what_is_left_to_others_is_said() -> None:
     assert declined() == declined(causal=True) == declined(window=(100, 3)) == declined(head_dim=120) == []
     assert declined(rows=250) == declined(head_dim=256) == declined(deterministic=True) == declined(softcap=30.0) == []
+    (reason,) = declined(softcap=30.0, dtype=torch.bfloat16)
+    assert reason.endswith("Triton's kernels are faster")
+    assert declined(softcap=30.0, dtype=torch.bfloat16, backend="hopper") == []
+    assert declined(softcap=30.0, dtype=torch.bfloat16, head_dim=72) == []
     (reason,) = declined(batch=1 << 22)
     assert reason.startswith("a backward pass of 2**31 rows")
 

@@ -54,11 +54,19 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     reasons = [reason for reason, holds in refused.items() if holds]
     if pass_ != "forward":
         reasons += gradients.unsupported_reasons(problem)
+        if problem.options.backend is None and _slower(problem):
+            reasons.append("a backward pass with softcap in bfloat16 up to head dim 64: Triton's kernels are faster")
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:
         reasons.append(str(error))
     return reasons
+
+
+def _slower(problem: Problem) -> bool:
+    """Whether the portable backward pass is the faster one: it has no room for tanh beside both gradients here."""
+    capped = problem.options.softcap is not None and problem.dtype == torch.bfloat16
+    return capped and max(problem.head_dim, problem.head_dim_v) <= 64
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:
