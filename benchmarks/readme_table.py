@@ -58,7 +58,9 @@ def newest(documents: Iterable[dict[str, Any]]) -> dict[str, dict[str, Figure]]:
     for document in sorted(documents, key=lambda document: document["date"]):
         figures = found.setdefault(document["machine"]["device"], {})
         for record in document["cases"]:
-            if record["ours"] is not None and not (record["name"] in figures and _portable_alone(record)):
+            other = figures.get(record["name"])
+            worth = other is None or _portable_alone(other.record) or not _portable_alone(record)
+            if record["ours"] is not None and worth:
                 figures[record["name"]] = Figure(record, document)
     return found
 

@@ -421,15 +421,27 @@ def readme_table() -> ModuleType:
     return module
 
 
-def document(date: str, device: str, cases: dict[Case, float]) -> dict[str, Any]:
+def document(date: str, device: str, cases: dict[Case, float], ours: str = "tilewise.triton") -> dict[str, Any]:
     records = []
     for case, ms in cases.items():
         work = Work(10**12, 10**9)
-        entries = {"tilewise.triton": entry(True, [ms], work), "cudnn": entry(False, [4.0], work)}
-        plain = {"tilewise.triton": entry(True, [3.0], work)} if case.plain() else {}
+        entries = {ours: entry(True, [ms], work), "cudnn": entry(False, [4.0], work)}
+        plain = {ours: entry(True, [3.0], work)} if case.plain() else {}
         records.append(results.record(case.name, case.to_json(), work, entries, plain))
-    versions = {"tilewise.triton": "1", "cudnn": "torch 2"}
+    versions = {ours: "1", "cudnn": "torch 2"}
     return {"date": date, "commit": date[:4], "machine": {"device": device}, "versions": versions, "cases": records}
+
+
+def test_portable_kernels_alone_replace_only_their_own_figures() -> None:
+    table = readme_table()
+    documents = [
+        document("2026-01-01", "H200", {PLAIN: 8.0}),
+        document("2026-02-01", "H200", {PLAIN: 4.0}),
+        document("2026-03-01", "H200", {PLAIN: 2.0}, "tilewise.hopper"),
+        document("2026-04-01", "H200", {PLAIN: 5.0}),
+    ]
+    assert "| D 16, causal | 250 " in table.table(documents[:2])
+    assert "| D 16, causal | 500 " in table.table(documents)
 
 
 def test_readme_shows_the_newest_figures() -> None:
