@@ -222,7 +222,7 @@ def test_head_dims_between_are_filled_with_zeros() -> None:
 def test_values_of_another_head_dim(elsewhere: None, dims: tuple[int, int]) -> None:
     with catching(90) as caught:
         hopper.forward(*posed_call(dims, dtype=torch.float16))
-    assert caught[0].spilled == 0
+    assert caught[0].spilled <= budgets.of((0, 8))
     check(caught[0])
 
 
