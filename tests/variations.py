@@ -83,7 +83,7 @@ FEATURES: dict[str, Callable[[Size], Options]] = {
     "alibi_per_batch": lambda s: {"alibi_slopes": torch.rand(s.batch, HEADS)},
     "bias_per_key": lambda s: {"bias": torch.zeros(1, 1, 1, s.seqlen_k)},
     "dropout_seed": lambda s: {"dropout_p": 0.1, "dropout_seed": NUMBERS[s.turn]},
-    "softcap": lambda s: {"softcap": float(min(NUMBERS[s.turn], 256))},
+    "softcap": lambda s: {"softcap": float(min(NUMBERS[s.turn], 64))},
     "block_mask": lambda s: {"mask": block_mask(s)},
     "block_mask_causal": lambda s: {"mask": block_mask(s), "causal": True},
     "documents": lambda s: {"mask": documents(s), "causal": True},
