@@ -291,11 +291,16 @@ def pairs_tile(variant, seq, m0, n0, shape):
 
 
 @triton.jit
+def by_columns(pairs):
+    """The halves of words for two columns each, as [M, N] numbers."""
+    return tl.join(pairs & 0xFFFF, pairs >> 16).reshape(pairs.shape[0], pairs.shape[1] * 2)
+
+
+@triton.jit
 def keep_tile(variant, seq, m0, n0, shape):
     """The dropout mask of a tile, [M, N]."""
     pairs = pairs_tile(variant, seq, m0, n0, shape)
-    bits = tl.join(pairs & 0xFFFF, pairs >> 16).reshape(shape.BLOCK_M, pairs.shape[1] * 2)
-    keep = philox.below(bits, tl.cast(variant.cut, tl.uint32))
+    keep = philox.below(by_columns(pairs), tl.cast(variant.cut, tl.uint32))
     if variant.drops:
         keep = ~keep
     if shape.BLOCK_N < 32:
@@ -315,6 +320,5 @@ def without_dropped(p, variant, seq, m0, n0, dtype, shape):
     else:
         # Two at a time, as they lie in registers.
         dropped = philox.dropped(pairs_tile(variant, seq, m0, n0, shape), variant)
-        dropped = tl.join(dropped & 0xFFFF, dropped >> 16).reshape(shape.BLOCK_M, shape.BLOCK_N).to(tl.int16)
-        p = (p.to(dtype).to(tl.int16, bitcast=True) & ~dropped).to(dtype, bitcast=True)
+        p = (p.to(dtype).to(tl.int16, bitcast=True) & ~by_columns(dropped).to(tl.int16)).to(dtype, bitcast=True)
     return p

@@ -148,11 +148,11 @@ def forward_kernel(q, k, v, out, lse, sinks, variant, extra, shape, seqlen_q, se
             m_i, l_i, rest = score.joined(m_i, l_i, tl.load(sinks + h).to(tl.float32) * LOG2E)
             acc *= rest[:, None]
         m_i *= LN2
+    else:
+        m_i = m_i * (score.last_factor(variant) if variant.scaled else LN2)
     # Only a row that sees nothing has a sum of 0; comparing for equality lets a NaN through.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    if not variant.bounded:
-        m_i = m_i * (score.last_factor(variant) if variant.scaled else LN2)
     lse_tile = tl.where(empty, float("-inf"), m_i + tl.log(l_i))
     stat = device.stat_offset(seq, stat_rows, variant, shape) + m0
     tl.store(lse + stat + offs_m, lse_tile, mask=offs_m < rows_left)

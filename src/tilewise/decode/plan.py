@@ -207,10 +207,10 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     total = ends[-1]
     program = torch.arange(plan.programs + 1, device=ends.device)
     # Equal items have equal parts, one for each program that has anything to do.
-    there = (items.tiles > 0).sum()
+    rank, longest = (items.tiles > 0).cumsum(0), items.tiles.max()
+    there = rank[-1]
     equal = plan.programs // there.clamp(min=1) * there
-    alike = items.tiles.max() * there == total
-    equally = alike & (WHOLE_COST * plan.programs <= (WHOLE_COST + 1) * equal)
+    equally = (longest * there == total) & (WHOLE_COST * plan.programs <= (WHOLE_COST + 1) * equal)
     # A program more than there are tiles would have none, and come between those that share an item.
     busy = torch.minimum(torch.where(equally, equal, plan.programs), total).clamp(min=1)
     raw = torch.minimum(program, busy) * total // busy
@@ -219,9 +219,8 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     nearer = torch.where(2 * (raw - begin) < end - begin, begin, end)
     even = torch.where((items.tiles[owner] <= plan.whole) & (raw < total), nearer, raw)
     # Or each program has the same number of items, of those that there are.
-    rank = (items.tiles > 0).cumsum(0)
-    each = -(-rank[-1] // plan.programs)
-    alike = WHOLE_COST * each * items.tiles.max() * plan.programs <= (WHOLE_COST + 1) * total
+    each = -(-there // plan.programs)
+    alike = WHOLE_COST * each * longest * plan.programs <= (WHOLE_COST + 1) * total
     item = torch.searchsorted(rank, program * each, right=True)
     return torch.where(alike, torch.cat([begins, ends[-1:]])[item], even)
 

@@ -99,14 +99,6 @@ def pairs_of_rows(keys):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0], [64, 0, 0]], [], [128, keys // 8, 4])
 
 
-@gluon.constexpr_function
-def calls_of_rows(keys):
-    """The calls of `pairs_of_rows`, [128, keys / 16]."""
-    passing = [[0, 4 << bit] for bit in range((keys // 64).bit_length() - 1)]
-    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], *passing], lanes, [[16, 0], [32, 0], [64, 0]], [], [128, keys // 16])
-
-
 @gluon.jit
 def make_bits(shape):
     """Where `draw` leaves its bits for `without_dropped`: what a warp reads at once of four lies in other banks."""
@@ -180,7 +172,7 @@ def without_dropped(p32, bits_smem, shape):
 def without_dropped_of_rows(p32, variant, key, b, h, m0, n0, heads, shape):
     """Likewise, [M, N / 2]: what a thread needs it draws itself."""
     OF: gl.constexpr = pairs_of_rows(shape.BLOCK_N)
-    CALLS: gl.constexpr = calls_of_rows(shape.BLOCK_N)
+    CALLS: gl.constexpr = scores.call_layout(shape.BLOCK_N, 8)
     PACKED: gl.constexpr = p32.type.layout
     rows = (m0 + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(1, CALLS)))[:, None]
     calls = (n0 // 16 + gl.arange(0, shape.BLOCK_N // 16, gl.SliceLayout(0, CALLS)))[None, :]

@@ -19,11 +19,12 @@ def score_layout(n):
 
 
 @gluon.constexpr_function
-def call_layout(n):
-    """Registers of [64, n / 16] calls, each with the thread whose elements of a [64, n] accumulator it serves."""
+def call_layout(n, warps=4):
+    """Registers of calls [16 warps, n / 16], each with the thread whose elements of a tile of n keys it serves."""
     groups = [[0, 4 << bit] for bit in range((n // 64).bit_length() - 1)]
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[8, 0], *groups], lanes, [[16, 0], [32, 0]], [], [64, n // 16])
+    bases = [[16 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[8, 0], *groups], lanes, bases, [], [16 * warps, n // 16])
 
 
 @gluon.jit
