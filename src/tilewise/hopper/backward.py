@@ -6,9 +6,13 @@ Pᵀ and dSᵀ are operands from registers in the products for dv and dk; the on
 
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dSᵀ = Pᵀ (dPᵀ - delta)    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
-The exponentials run beside dPᵀ, and so does handing over dQ of the tile before; dSᵀ is made beside dV, and sent to
-shared memory beside the next tile's Sᵀ and dK. dPᵀ starts from -delta. dq is added up in fp32 by TMA, tile by tile;
-programs that share rows begin at different ones. Their order is not fixed unless there are `turns`.
+The warpgroups alternate: one computes dSᵀ while the other multiplies, which holds its warps up where operands are in
+registers. Each has five products a tile in one go: dV and dK of the tile whose dSᵀ it has just made, its half of dQ,
+and Sᵀ and dPᵀ of the next. dQ takes dSᵀ of both: the second one's half is of the same tile, the first one's of the tile
+before. Whose turn it is says all that they must know of each other (`gather`).
+
+dq is added up in fp32 by TMA, half a tile at a time; programs that share rows begin at different ones. Their order is
+not fixed unless there are `turns`. dk and dv leave by TMA, through the memory of K and V.
 
 HBM: reads k, v once and q, do, lse, delta once per tile of keys (mostly from L2); writes dk, dv; adds to dq once per
 tile of keys.
@@ -33,9 +37,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.score import Sequence
-from . import unread
+from . import scores, unread
 from .key_tiles import before, is_masked, keys_of, row_tile, span_of
-from .pipeline import arrived, cta_barrier, make_ring, produce, release, tma_add, tma_load, tma_store
+from .pipeline import (
+    arrived,
+    cta_barrier,
+    make_ring,
+    make_turns,
+    my_turn,
+    next_turn,
+    produce,
+    reinterpret,
+    release,
+    tma_add,
+    tma_load,
+    tma_store,
+)
 from .products import as_operand, packed
 from .recompute import (
     draw,
@@ -52,16 +69,25 @@ from .statistics import first_stat
 from .turns import await_turn, pass_on, turn_of, wave_of
 from .work import Band, Work, dealt, key_of, rounds_of
 
-# Tiles of dq on their way to memory.
-DQ_STAGES = gl.constexpr(2)
+# Warpgroups that compute, and the warps of each.
+CONSUMERS = gl.constexpr(2)
+WARPS = gl.constexpr(4)
+# Keys of a warpgroup; rows and columns of its half of dq.
+HALF = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def dq_stages(rows, dropout):
+    """Halves of dq on their way to memory: as many as there is room for."""
+    return 3 if rows == HALF.value and not dropout else 2
 
 
 class Io(NamedTuple):
     """What is read and written beside the variant's tensors.
 
     Descriptors of q, k, v, do, of dq's fp32 sum, and of lse2 and delta as one line each; dk and dv, contiguous
-    [B, Sk, Hkv, D]; how many rows a head has in a statistic; the scale of raw scores in base 2 and in dk; None, or the
-    order in which dq is added up (`turns.Turns`).
+    [B, Sk, Hkv, D], and their descriptors, None where they are not needed; how many rows a head has in a statistic; the
+    scale of raw scores in base 2 and in dk; None, or the order in which dq is added up (`turns.Turns`).
     """
 
     q_desc: Any
@@ -73,6 +99,8 @@ class Io(NamedTuple):
     delta_desc: Any
     dk: Any
     dv: Any
+    dk_desc: Any
+    dv_desc: Any
     stat_rows: Any
     qk_scale: Any
     softmax_scale: Any
@@ -80,8 +108,8 @@ class Io(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: rings of q and do with their statistics, of k, v, and of dq on its way to memory; dSᵀ; with
-    dropout, its bits.
+    """Shared memory: rings of q and do with their statistics, of k, v, and of halves of dq on their way to memory; dSᵀ
+    of two tiles; the barriers by which warpgroups alternate; with dropout, its bits for each of them.
     """
 
     q: Any
@@ -92,22 +120,16 @@ class Buffers(NamedTuple):
     v: Any
     ds: Any
     dq: Any
+    alternation: Any
     bits: Any
-
-
-@gluon.constexpr_function
-def dq_layout(warps, m, n):
-    """Registers of dq [m, n]: its rows are divided among warpgroups, or its columns if rows are too few."""
-    if m >= 16 * warps:
-        return tile_layout(warps, n)
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, warps // 4], instr_shape=[16, n * 4 // warps, 16]
-    )
 
 
 @gluon.jit
 def load(io, smem, band, work, variant, shape):
-    """The producer: K and V of each tile, then the rows that see it, with their statistics."""
+    """The producer: K and V of each tile, and the rows that see it, with their statistics.
+
+    The first rows are asked for before K and V, whose memory is free later.
+    """
     i = 0
     t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
@@ -118,16 +140,18 @@ def load(io, smem, band, work, variant, shape):
             b, pairs = seq.b, seq.b * (work.heads * work.group)
             if shape.PACKED:
                 b, pairs = 0, 0
-            produce(smem.k, io.k_desc, [b, seq.k_start + n0, seq.h, 0], n)
-            produce(smem.v, io.v_desc, [b, seq.k_start + n0, seq.h, 0], n)
             head, m = before(span)
-            for j in range(span.count):
-                head, m = row_tile(j, head, m, span, variant)
-                h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
-                stat = stat_of(seq, (pairs + h) * io.stat_rows, m, shape)
-                load_rows(io.q_desc, io.lse_desc, smem.q, smem.lse, [b, row, h, 0], stat, i)
-                load_rows(io.do_desc, io.delta_desc, smem.do, smem.delta, [b, row, h, 0], stat, i)
-                i += 1
+            for j in range(gl.maximum(span.count, 1)):
+                if j < span.count:
+                    head, m = row_tile(j, head, m, span, variant)
+                    h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
+                    stat = stat_of(seq, (pairs + h) * io.stat_rows, m, shape)
+                    load_rows(io.q_desc, io.lse_desc, smem.q, smem.lse, [b, row, h, 0], stat, i)
+                    load_rows(io.do_desc, io.delta_desc, smem.do, smem.delta, [b, row, h, 0], stat, i)
+                    i += 1
+                if j == 0:
+                    produce(smem.k, io.k_desc, [b, seq.k_start + n0, seq.h, 0], n)
+                    produce(smem.v, io.v_desc, [b, seq.k_start + n0, seq.h, 0], n)
         t = upcoming
 
 
@@ -152,7 +176,7 @@ def load_rows(desc, line_desc, ring, lines, coord, stat, i):
 
 @gluon.jit
 def add_dq(io, smem, band, work, variant, shape):
-    """The warp that adds dq to memory; when it is told of a tile, the rows that the tile came from are free."""
+    """The warp that adds dq to memory, the second warpgroup's half of a tile first."""
     i = 0
     t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
@@ -171,159 +195,246 @@ def add_dq(io, smem, band, work, variant, shape):
                 head, m = row_tile(j, head, m, span, variant)
                 h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
                 if io.turns is None:
-                    add_one(io, smem, [b, h, row, 0], i, shape)
+                    add_one(io, smem, [b, h, row, 0], i, shape, 1)
+                    add_one(io, smem, [b, h, row, 0], i, shape, 0)
                 else:
                     turn = turn_of(m, n0 // shape.BLOCK_N, first, end, seq, band, shape)
                     line = (b * work.heads * work.group + h) * gl.cdiv(seq.len_q, shape.BLOCK_M)
-                    add_in_turn(io, smem, [b, h, row, 0], i, io.turns.added + line + m, turn, shape)
+                    counter = io.turns.added + line + m
+                    add_in_turn(io, smem, [b, h, row, 0], i, counter, turn, shape, 1)
+                    add_in_turn(io, smem, [b, h, row, 0], i, counter, turn, shape, 0)
                 i += 1
         t = upcoming
     tma.store_wait(0)
 
 
 @gluon.jit
-def add_one(io, smem, coord, i, shape):
-    """Add dq of use i to memory, whoever else does."""
-    arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
-    tma_add(io.dq_desc, coord, smem.dq.tiles.index(i % smem.dq.STAGES))
-    release(smem.q, i)
-    release(smem.do, i)
-    tma.store_wait(1)
-    if i > 0:
-        release(smem.dq, i - 1)
+def add_one(io, smem, coord, i, shape, W: gl.constexpr):
+    """Add a half of dq of use i to memory, whoever else does."""
+    use = use_of(i, W)
+    arrived(smem.dq, use, HALF, HALF)
+    tma_add(io.dq_desc, part_of(coord, W, shape), smem.dq.tiles.index(use % smem.dq.STAGES))
+    tma.store_wait(0)
+    release(smem.dq, use)
 
 
 @gluon.jit
-def add_in_turn(io, smem, coord, i, counter, turn, shape):
-    """Add dq of use i to memory once `turn` others have; the first overwrites what is there."""
-    arrived(smem.dq, i, shape.BLOCK_M, shape.BLOCK_D)
-    # Neither loads nor, while there is room, products wait for others.
-    release(smem.q, i)
-    release(smem.do, i)
-    await_turn(counter, turn)
-    tile = smem.dq.tiles.index(i % smem.dq.STAGES)
+def add_in_turn(io, smem, coord, i, counter, turn, shape, W: gl.constexpr):
+    """Add a half of dq of use i to memory once `turn` others have; the first overwrites what is there."""
+    use = use_of(i, W)
+    arrived(smem.dq, use, HALF, HALF)
+    if W == 1:
+        await_turn(counter, turn)
+    tile = smem.dq.tiles.index(use % smem.dq.STAGES)
     if turn == 0:
-        tma_store(io.dq_desc, coord, tile)
+        tma_store(io.dq_desc, part_of(coord, W, shape), tile)
     else:
-        tma_add(io.dq_desc, coord, tile)
-    pass_on(counter)
-    release(smem.dq, i)
+        tma_add(io.dq_desc, part_of(coord, W, shape), tile)
+    if W == 1:
+        tma.store_wait(0)
+    else:
+        pass_on(counter)
+    release(smem.dq, use)
 
 
 @gluon.jit
-def hand_over(dq, smem, i, shape):
-    """Put dq of tile i where TMA finds it."""
-    slot = i % smem.dq.STAGES
-    mbarrier.wait(smem.dq.empty.index(slot), ((i // smem.dq.STAGES) & 1) ^ 1)
-    smem.dq.tiles.index(slot).reshape([shape.BLOCK_M, shape.BLOCK_D]).store(dq)
+def use_of(i, W: gl.constexpr):
+    """The use of dq's ring for the half of tile i that warpgroup W computes: the second one's is there first."""
+    return 2 * i + 1 - W
 
 
 @gluon.jit
-def announce(smem, i):
-    """Tell the warp that adds it of dq of tile i."""
+def part_of(coord, W: gl.constexpr, shape):
+    """Where the half of warpgroup W begins: of the rows, or of the columns where there are 64 rows alone."""
+    row, column = coord[2], coord[3]
+    if shape.BLOCK_M == 2 * HALF:
+        row += HALF * W
+    else:
+        column += HALF * W
+    return [coord[0], coord[1], row, column]
+
+
+@gluon.jit
+def put(dq, smem, i, W: gl.constexpr):
+    """Put a half of dq of tile i where TMA finds it, of every eight columns the even ones first.
+
+    So four words that follow each other are one from each of four threads, as in a matrix of 16-bit numbers, and are
+    stored as such: its rows lie in different banks, which those of fp32 numbers do not. `round_kernel` knows of it.
+    """
+    use = use_of(i, W)
+    slot = use % smem.dq.STAGES
+    mbarrier.wait(smem.dq.empty.index(slot), ((use // smem.dq.STAGES) & 1) ^ 1)
+    words = dq.to(gl.int32, bitcast=True).reshape([HALF, HALF // 8, 4, 2]).permute([0, 1, 3, 2]).reshape([HALF, HALF])
+    both = gl.join((words & 0xFFFF).to(gl.int16), (words >> 16).to(gl.int16)).reshape([HALF, 2 * HALF])
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    words_smem = reinterpret(smem.dq.tiles.index(slot), gl.int16, [HALF, 2 * HALF], SWIZZLED)
+    words_smem.store(gl.convert_layout(both, tile_layout(WARPS, 2 * HALF), assert_trivial=True))
+
+
+@gluon.jit
+def announce(smem, i, W: gl.constexpr):
+    """Tell the warp that adds it of a half of dq."""
     fence_async_shared()
-    mbarrier.arrive(smem.dq.full.index(i % smem.dq.STAGES), count=1)
+    mbarrier.arrive(smem.dq.full.index(use_of(i, W) % smem.dq.STAGES), count=1)
 
 
 @gluon.jit
-def scores_of(smem, i, m, own, zero, shape):
+def query_gradient(smem, i, k_smem, no_dq, shape, W: gl.constexpr):
+    """A half of ``dQ = dS K`` of tile i, asynchronously."""
+    ds_smem = smem.ds.index(i & 1)
+    if shape.BLOCK_M == 2 * HALF:
+        ds_smem = ds_smem.slice(HALF * W, HALF, dim=1)
+    else:
+        k_smem = k_smem.slice(HALF * W, HALF, dim=1)
+    return warpgroup_mma(ds_smem.permute((1, 0)), k_smem, no_dq, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def keys_half(ring, W: gl.constexpr, COLUMNS: gl.constexpr):
+    """The keys, or values, of warpgroup W."""
+    return ring.tiles.index(0).reshape([CONSUMERS * HALF, COLUMNS]).slice(HALF * W, HALF, dim=0)
+
+
+@gluon.jit
+def scores_of(smem, i, m, seq, zero, shape, W: gl.constexpr):
     """``Sᵀ = K Qᵀ`` of the rows that are use i, asynchronously."""
     q_smem = arrived(smem.q, i, shape.BLOCK_M, shape.BLOCK_D)
     if shape.PACKED:
-        unread.cut(q_smem, own.len_q - m * shape.BLOCK_M, shape.WARPS)
-    k_smem = smem.k.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_D])
+        unread.cut(q_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
+    k_smem = keys_half(smem.k, W, shape.BLOCK_D)
     return warpgroup_mma(k_smem, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape):
-    """dk and dv of a tile of keys, and what it adds to dq, handed over row tile by row tile; and the next use."""
-    SCORES: gl.constexpr = tile_layout(shape.WARPS, shape.BLOCK_M)
-    KEYS: gl.constexpr = tile_layout(shape.WARPS, shape.BLOCK_D)
-    VALUES: gl.constexpr = tile_layout(shape.WARPS, shape.BLOCK_DV)
+def weight_gradients(smem, i, m, seq, zero, shape, W: gl.constexpr):
+    """``dPᵀ = V dOᵀ`` of the rows that are use i, asynchronously."""
+    do_smem = arrived(smem.do, i, shape.BLOCK_M, shape.BLOCK_DV)
+    if shape.PACKED:
+        unread.cut(do_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
+    v_smem = keys_half(smem.v, W, shape.BLOCK_DV)
+    return warpgroup_mma(v_smem, do_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def draw_of(variant, key, seq, head, m, n0, work, smem, shape, W: gl.constexpr):
+    """Draw which weights of 64 keys dropout makes 0."""
+    if variant.seed is not None:
+        h, heads = seq.h * work.group + head, work.heads * work.group
+        draw(variant, key, seq.b, h, m * shape.BLOCK_M, n0, heads, smem.bits.index(W), shape)
+
+
+@gluon.jit
+def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape, W: gl.constexpr):
+    """dk and dv of the 64 keys from n0, and a half of all that the tile adds to dq, handed over row tile by row tile;
+    and the next use, and phase.
+
+    Warpgroups take a turn in every phase: one before the first tile, one for each, one after the last. Who passes it
+    on has stored dSᵀ of its keys, and has read what it needs of the other's before: of tile i - 1, and the second one,
+    W 1, of tile i too. That is why dSᵀ of two tiles is kept, and nothing else is waited for.
+    """
+    SCORES: gl.constexpr = tile_layout(WARPS, shape.BLOCK_M)
+    KEYS: gl.constexpr = tile_layout(WARPS, shape.BLOCK_D)
+    VALUES: gl.constexpr = tile_layout(WARPS, shape.BLOCK_DV)
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     TO_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEYS, k_width=2)
     dtype: gl.constexpr = io.q_desc.dtype
-    no_scores = gl.zeros([shape.BLOCK_N, shape.BLOCK_M], gl.float32, SCORES)
-    no_dq = gl.zeros([shape.BLOCK_M, shape.BLOCK_D], gl.float32, dq_layout(shape.WARPS, shape.BLOCK_M, shape.BLOCK_D))
-    dk = gl.zeros([shape.BLOCK_N, shape.BLOCK_D], gl.float32, KEYS)
-    dv = gl.zeros([shape.BLOCK_N, shape.BLOCK_DV], gl.float32, VALUES)
+    no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, SCORES)
+    no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
+    dk = gl.zeros([HALF, shape.BLOCK_D], gl.float32, KEYS)
+    dv = gl.zeros([HALF, shape.BLOCK_DV], gl.float32, VALUES)
     k_smem = smem.k.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_D])
-    v_smem = smem.v.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_DV])
-    keys = (n0 + gl.arange(0, shape.BLOCK_N, gl.SliceLayout(1, SCORES)))[:, None]
-    s = no_scores
-    heads, key = work.heads * work.group, key_of(variant)
+    keys = (n0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES)))[:, None]
+    s, dp = no_scores, no_scores
+    key = key_of(variant)
     head, m = before(span)
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
-        s = scores_of(smem, i, m, seq, no_scores, shape)
-        if variant.seed is not None:
-            draw(variant, key, seq.b, seq.h * work.group + head, m * shape.BLOCK_M, n0, heads, smem.bits, shape)
-        s = warpgroup_mma_wait(0, deps=(s,))
+        my_turn(smem.alternation, phase, W)
+        s = scores_of(smem, i, m, seq, no_scores, shape, W)
+        dp = weight_gradients(smem, i, m, seq, no_scores, shape, W)
+        next_turn(smem.alternation, W, CONSUMERS)
+        draw_of(variant, key, seq, head, m, n0, work, smem, shape, W)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        phase += 1
     for j in range(span.count):
         own = Sequence(seq.b, seq.h * work.group + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         masked = is_masked(j, m, span, variant)
         m0 = m * shape.BLOCK_M
-        stage = i % smem.q.STAGES
+        stage, do_stage = i % smem.q.STAGES, i % smem.do.STAGES
         q_smem = smem.q.tiles.index(stage).reshape([shape.BLOCK_M, shape.BLOCK_D])
-        do_smem = arrived(smem.do, i, shape.BLOCK_M, shape.BLOCK_DV)
-        if shape.PACKED:
-            unread.cut(do_smem, seq.len_q - m0, shape.WARPS)
-        delta_smem = smem.delta.index(i % smem.do.STAGES)
-        if variant.seed is None:
-            begin = no_scores - delta_smem.load(ROW)[None, :]
-            dp = warpgroup_mma(v_smem, do_smem.permute((1, 0)), begin, is_async=True)
-        else:
-            dp = warpgroup_mma(v_smem, do_smem.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        if j > 0:
-            announce(smem, i - 1)
+        do_smem = smem.do.tiles.index(do_stage).reshape([shape.BLOCK_M, shape.BLOCK_DV])
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
-        lse2 = smem.lse.index(stage).load(ROW)[None, :]
-        s, chain = exponents(s, lse2, own, rows, keys, m0, io, variant, extra, shape, False)
+        s, chain = exponents(
+            s, smem.lse.index(stage).load(ROW)[None, :], own, rows, keys, m0, io, variant, extra, shape, False
+        )  # fmt: skip
         p = weights(s, own, rows, keys, masked, band, variant, extra)
         p32 = packed(p, dtype)
-        left = p32
-        if variant.seed is not None:
-            left = without_dropped(p32, smem.bits, shape)
-        operand = as_operand(left, dtype, VALUES)
-        dv = warpgroup_mma(operand, do_smem, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = no_scores
-        if variant.seed is not None:
-            delta = delta_smem.load(ROW)[None, :]
-        p, left = unpacked(p32, SCORES, dtype), unpacked(left, SCORES, dtype)
+        delta = smem.delta.index(do_stage).load(ROW)[None, :]
+        left = p
+        if variant.seed is None:
+            dp = dp - delta
+        else:
+            p32 = without_dropped(p32, smem.bits.index(W), shape)
+            left = unpacked(p32, SCORES, dtype)
         ds = score_gradient(p, left, dp, delta, masked, variant, shape)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
-        smem.ds.store(ds16)
-        dv, operand = warpgroup_mma_wait(0, deps=(dv, operand))
+        smem.ds.index(i & 1).slice(HALF * W, HALF, dim=0).store(ds16)
+        fence_async_shared()
+        if W == 1:
+            # Its own half is read at once; the first one's has lain there for a turn.
+            cta_barrier()
+        my_turn(smem.alternation, phase, W)
+        # Operands in registers are waited for behind the next product: so few are kept that all fit.
+        p16 = as_operand(p32, dtype, VALUES)
+        dv = warpgroup_mma(p16, do_smem, dv, is_async=True)
+        ds_operand = gl.convert_layout(ds16, TO_DK, assert_trivial=True)
+        dk = warpgroup_mma(ds_operand, q_smem, dk, is_async=True)
+        dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
+        if j + 1 < span.count:
+            release(smem.do, i)
+        # (Of the first one there is no tile before the first: what it multiplies then is handed to nobody.)
+        use = i - (1 - W)
+        dq = query_gradient(smem, use, k_smem, no_dq, shape, W)
+        dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
+        if j + 1 < span.count:
+            release(smem.q, i)
         # After the last tile these are scores for nobody, of the same rows once more.
         more = gl.minimum(j + 1, span.count - 1)
         if j + 1 < span.count:
             head, m = row_tile(more, head, m, span, variant)
-        s = scores_of(smem, i + more - j, m, seq, no_scores, shape)
-        operand = gl.convert_layout(ds16, TO_DK, assert_trivial=True)
-        dk = warpgroup_mma(operand, q_smem, dk, is_async=True)
-        fence_async_shared()
-        cta_barrier()
-        dq = warpgroup_mma(smem.ds.permute((1, 0)), k_smem, no_dq, use_acc=False, is_async=True)
-        if variant.seed is not None:
-            # While three products are under way, and few registers hold anything: the compiler moves nothing before a
-            # wait, so this waits for rows that are there.
-            arrived(smem.q, i + more - j, shape.BLOCK_M, shape.BLOCK_D)
-            draw(variant, key, seq.b, seq.h * work.group + head, m * shape.BLOCK_M, n0, heads, smem.bits, shape)
-        s, dk, dq, operand = warpgroup_mma_wait(0, deps=(s, dk, dq, operand))
-        hand_over(dq, smem, i, shape)
+        s = scores_of(smem, i + more - j, m, seq, no_scores, shape, W)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        next_turn(smem.alternation, W, CONSUMERS)
+        if j >= 1 - W:
+            put(dq, smem, use, W)
+        dp = weight_gradients(smem, i + more - j, m, seq, no_scores, shape, W)
+        if j >= 1 - W:
+            announce(smem, use, W)
+        draw_of(variant, key, seq, head, m, n0, work, smem, shape, W)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         i += 1
+        phase += 1
     if span.count > 0:
-        announce(smem, i - 1)
-    return dk, dv, i
+        release(smem.q, i - 1)
+        release(smem.do, i - 1)
+        my_turn(smem.alternation, phase, W)
+        if W == 0:
+            dq = query_gradient(smem, i - 1, k_smem, no_dq, shape, W)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        next_turn(smem.alternation, W, CONSUMERS)
+        if W == 0:
+            put(dq, smem, i - 1, W)
+            announce(smem, i - 1, W)
+        phase += 1
+    return dk, dv, i, phase
 
 
 @gluon.jit
-def compute(io, smem, band, work, variant, extra, shape):
-    """The consumers, together."""
+def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
+    """Warpgroup W: 64 keys of every tile."""
     i = 0
+    phase = 0
     t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
@@ -333,15 +444,45 @@ def compute(io, smem, band, work, variant, extra, shape):
             k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
             if shape.CLEAN:
-                unread.clean(k_smem, shape.WARPS)
-            dk, dv, i = gather(i, seq, n0, span, io, smem, band, work, variant, extra, shape)
-            release(smem.k, n)
-            release(smem.v, n)
+                unread.clean(k_smem, WARPS)
+            dk, dv, i, phase = gather(i, phase, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W)
             if variant.seed is not None:
                 dv *= 65536.0 / variant.keep
-            store(dk * io.softmax_scale, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
-            store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
+            # Asked again: kept until here, the answers would cost registers in every tile.
+            seq, n0 = keys_of(scores.opaque(t), band, work, shape)
+            leave(dk * io.softmax_scale, dv, seq, n0 + HALF * W, io, smem, work, shape, W)
+            release(smem.k, n)
+            release(smem.v, n)
         t = upcoming
+
+
+@gluon.jit
+def leave(dk, dv, seq, n0, io, smem, work, shape, W: gl.constexpr):
+    """Write dk and dv of 64 keys; nobody reads K and V of them any more."""
+    if shape.DIRECT:
+        store(dk, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
+        store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
+    elif shape.PACKED:
+        # What follows a member's last key is the next one's.
+        if n0 + HALF <= seq.len_k:
+            send(dk, dv, [0, seq.k_start + n0, seq.h, 0], io, smem, shape, W)
+        else:
+            store(dk, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
+            store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
+    else:
+        send(dk, dv, [seq.b, n0, seq.h, 0], io, smem, shape, W)
+
+
+@gluon.jit
+def send(dk, dv, coord, io, smem, shape, W: gl.constexpr):
+    """Write dk and dv of 64 keys by TMA, which drops those past the end of the tensor."""
+    keys_half(smem.k, W, shape.BLOCK_D).store(dk.to(io.k_desc.dtype))
+    keys_half(smem.v, W, shape.BLOCK_DV).store(dv.to(io.v_desc.dtype))
+    fence_async_shared()
+    cta_barrier()
+    tma_store(io.dk_desc, coord, smem.k.tiles.index(0).slice(HALF * W, HALF, dim=1))
+    tma_store(io.dv_desc, coord, smem.v.tiles.index(0).slice(HALF * W, HALF, dim=1))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -363,27 +504,28 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     """Buffers and barriers, and who does what with them."""
     dtype: gl.constexpr = io.q_desc.dtype
     LINE: gl.constexpr = io.lse_desc.layout
-    k, v = make_ring(io.k_desc, 1, 1), make_ring(io.v_desc, 1, 1)
-    # Rows leave the ring of q a tile late, when dq of theirs is told of, so it needs one stage more than two.
-    q, do = make_ring(io.q_desc, Q_STAGES, 1), make_ring(io.do_desc, DO_STAGES, 1)
+    k, v = make_ring(io.k_desc, 1, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS)
+    q, do = make_ring(io.q_desc, Q_STAGES, CONSUMERS), make_ring(io.do_desc, DO_STAGES, CONSUMERS)
     lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, shape.BLOCK_M], LINE)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([shape.BLOCK_N, shape.BLOCK_M], dtype)
-    ds = gl.allocate_shared_memory(dtype, [shape.BLOCK_N, shape.BLOCK_M], DS)
-    dq = make_ring(io.dq_desc, DQ_STAGES, 1)
+    ds = gl.allocate_shared_memory(dtype, [2, shape.BLOCK_N, shape.BLOCK_M], DS)
+    dq = make_ring(io.dq_desc, dq_stages(shape.BLOCK_M, variant.seed is not None), 1)
+    alternation = make_turns(CONSUMERS)
     bits = q.full
     if variant.seed is not None:
-        bits = make_bits(shape)
+        bits = make_bits(shape, CONSUMERS)
     fence_async_shared()
-    smem = Buffers(q, do, lse, delta, k, v, ds, dq, bits)
+    smem = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, bits)
     gl.warp_specialize(
         [
-            (compute, (io, smem, band, work, variant, extra, shape)),
+            (compute, (io, smem, band, work, variant, extra, shape, 0)),
+            (compute, (io, smem, band, work, variant, extra, shape, 1)),
             (load, (io, smem, band, work, variant, shape)),
             (add_dq, (io, smem, band, work, variant, shape)),
         ],
-        [1, 1],
-        [24, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )
 
 
@@ -391,15 +533,15 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     do_not_specialize=["rounds", "stat_rows", "tiles_n", "heads", "group", "off", "left", "right", "len_q", "len_k"]
 )
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, table, turns, qk_scale, softmax_scale,
-    rounds, stat_rows, tiles_n, heads, group, off, left, right, len_q, len_k, variant, extra, shape,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, dk_desc, dv_desc, table, turns, qk_scale,
+    softmax_scale, rounds, stat_rows, tiles_n, heads, group, off, left, right, len_q, len_k, variant, extra, shape,
     Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Programs: as many as run at once; `table` deals the tiles of keys."""
     band = Band(off, left, right, len_q, len_k)
     work = Work(table, rounds, tiles_n, heads, group)
     io = Io(
-        q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, stat_rows, qk_scale, softmax_scale,
-        turns,
+        q_desc, k_desc, v_desc, do_desc, dq_desc, lse_desc, delta_desc, dk, dv, dk_desc, dv_desc, stat_rows, qk_scale,
+        softmax_scale, turns,
     )  # fmt: skip
     roles(io, band, work, variant, extra, shape, Q_STAGES, DO_STAGES)

@@ -353,7 +353,7 @@ def apart_kernel(
         lines_2 = gl.allocate_shared_memory(gl.float32, [2, shape.BLOCK_M], lse.layout)
     bits = own.full
     if variant.seed is not None and WHAT != "q":
-        bits = make_bits(shape)
+        bits = make_bits(shape, 1).index(0)
     fence_async_shared()
     smem = Buffers(own, own_2, other, other_2, lines, lines_2, bits)
     gl.warp_specialize(

@@ -19,7 +19,7 @@ from ..kernels.sinks import gradient_of_sinks
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 from . import launch
-from .backward import backward_kernel
+from .backward import HALF, WARPS, backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .launch import Tiles
@@ -30,14 +30,15 @@ from .variants import Listed, Members, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
-_WARPS = 8
+_WARPS = 8  # of the consumers together
 # Warps of the consumers, and the loading and the adding one, padded to four, share 64 Ki registers.
 _REGISTERS = 168
 _Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
-# Up to so many elements of the keys that the middle row sees, dq is added up in turn (docs/tuning.md).
+# Up to so many elements of the keys that the middle row sees, where others do not see all of them, dq is added up in
+# turn (docs/tuning.md).
 FEW_KEYS = 2304 * 128
 _STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
@@ -63,7 +64,7 @@ def _is_wide(problem: Problem) -> bool:
 def _in_turn(problem: Problem) -> bool:
     """Whether tiles of keys add to dq one after the other: the host must know who sees whom, and some must.
 
-    Their sum needs no zeros before. With few keys that saves more than waiting costs.
+    Their sum needs no zeros before. With few keys, and tiles of unequal length, that saves more than waiting costs.
     """
     options = problem.options
     if _is_wide(problem) or problem.packed or not is_band(options.mask):
@@ -71,7 +72,8 @@ def _in_turn(problem: Problem) -> bool:
     band = launch.bounds(problem)[0]
     some = band.left is None or (band.right is not None and band.left + band.right >= 0)
     few = band.middle_keys() * max(problem.head_dim, problem.head_dim_v) <= FEW_KEYS
-    return some and (few or options.deterministic)
+    uneven = band.left is not None or band.right is not None
+    return some and ((few and uneven) or options.deterministic)
 
 
 def unsupported_reasons(problem: Problem) -> list[str]:
@@ -164,7 +166,7 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     rows = lse.shape[-1]
     cu_q, members, stat_rows = call.base.cu_q, p.batch if p.packed else 0, _stat_rows(p, rows)
     pairs = lse.numel() // rows
-    width = launch.block(p.head_dim)
+    width = launch.block(max(p.head_dim, p.head_dim_v))
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
     delta = tape.empty((pairs, stat_rows), torch.float32, lse.device)
     dq_sum = None
@@ -192,10 +194,14 @@ def _line(x: torch.Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], [block], _LINE)
 
 
-def _sum_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    tile = [1, 1, rows, x.shape[-1]]
+def _sum_descriptor(x: torch.Tensor) -> TensorDescriptor:
+    tile = [1, 1, HALF.value, HALF.value]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.float32)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), tile, layout)
+
+
+def _gradient_descriptor(x: torch.Tensor, columns: int, tape: Tape) -> TensorDescriptor:
+    return launch.descriptor(matrices(x, x, tape), HALF.value, columns)
 
 
 def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
@@ -274,15 +280,18 @@ def _variant(call: Call, tile: TileConfig, transposed: bool) -> tuple[Variant, t
     return (variant if variant.rough is None else variant._replace(rough=gl.constexpr(False))), extra
 
 
-def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
-    blocks = (launch.block(problem.head_dim), launch.block(problem.head_dim_v))
-    sizes = (tile.block_m, tile.block_n, *blocks, problem.head_dim, problem.head_dim_v, _WARPS)
+def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig, warps: int) -> Shape:
+    """Compile-time sizes where so many warps share a tile of scores; all gradients together have dims of one width."""
+    dims = problem.head_dim, problem.head_dim_v
+    blocks = tuple(map(launch.block, dims)) if _apart(problem) else (launch.block(max(dims)),) * 2
+    sizes = (tile.block_m, tile.block_n, *blocks, *dims, warps)
     tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
     other = (variant.mod, variant.cap, variant.bias)
     straight = (
         variant.slopes is not None and not any(x is not None for x in other) and band[1] is not None and band[1] <= 0
     )
-    return Shape(*map(gl.constexpr, (*sizes, problem.packed, problem.packed or tested, straight)))
+    direct = any(dim % 8 for dim in dims)
+    return Shape(*map(gl.constexpr, (*sizes, problem.packed, problem.packed or tested, straight, direct)))
 
 
 def _gather(
@@ -293,7 +302,7 @@ def _gather(
     p, tile, (stats, dq_sum, turns) = call.problem, tile_of(call.problem), sums
     variant, extra = _variant(call, tile, True)
     band = call.sizes[3:]
-    shape = _shape(p, variant, band, tile)
+    shape = _shape(p, variant, band, tile, WARPS.value)
     listed = _listed(call, variant, inputs, result["k"], tile, tape)
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
@@ -303,11 +312,11 @@ def _gather(
         launch.descriptor(k, tile.block_n, d),
         launch.descriptor(v, tile.block_n, d_v),
         launch.descriptor(do, tile.block_m, d_v),
-        _sum_descriptor(dq_sum, tile.block_m),
+        _sum_descriptor(dq_sum),
         _line(stats.lse2, tile.block_m),
         _line(stats.delta, tile.block_m),
-        result["k"],
-        result["v"],
+        *(result[name] if p.packed or shape.DIRECT.value else None for name in "kv"),
+        *(None if shape.DIRECT.value else _gradient_descriptor(result[name], d, tape) for name in "kv"),
         listed.table,
         turns,
         p.softmax_scale * math.log2(math.e),
@@ -328,7 +337,7 @@ def _gather(
     )
     # Who takes turns must be at work at once, which a cooperative launch sees to.
     tape.launch(
-        backward_kernel, listed.programs, arguments, num_warps=_WARPS, maxnreg=_REGISTERS,
+        backward_kernel, listed.programs, arguments, num_warps=WARPS.value, maxnreg=_REGISTERS,
         launch_cooperative_grid=turns is not None,
     )  # fmt: skip
 
@@ -339,7 +348,7 @@ def _gather_one(
     """dq, dk or dv."""
     p, tile, of_rows = call.problem, tile_of(call.problem, "d" + name), name == "q"
     variant, extra = _variant(call, tile, not of_rows)
-    shape = _shape(p, variant, call.sizes[3:], tile)
+    shape = _shape(p, variant, call.sizes[3:], tile, _WARPS)
     listed = _listed(call, variant, inputs, grad, tile, tape, of_rows)
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))

@@ -16,9 +16,10 @@ from .turns import first_visit
 class Shape(NamedTuple):
     """Compile-time sizes, and which of the ways the kernel takes.
 
-    WARPS of the consumers together. PACKED: sequences are members of a packed call. CLEAN: keys that some row does not
-    see may be NaN. STRAIGHT: scores are products, a scale, and ALiBi of rows that see no key to their right. STACK: as
-    for the forward pass, which always is 1 here.
+    WARPS that share a tile of scores, 16 keys or rows each. PACKED: sequences are members of a packed call. CLEAN: keys
+    that some row does not see may be NaN. STRAIGHT: scores are products, a scale, and ALiBi of rows that see no key to
+    their right. DIRECT: no TMA for gradients, whose head dims it does not take. STACK: as for the forward pass, which
+    always is 1 here.
     """
 
     BLOCK_M: Any
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     PACKED: Any
     CLEAN: Any
     STRAIGHT: Any
+    DIRECT: Any
     STACK: Any = gl.constexpr(1)
 
 

@@ -81,13 +81,12 @@ def calls_of_keys(warps, rows):
 
 
 @gluon.constexpr_function
-def pairs_of_keys(rows):
-    """Registers of a tile [128, rows] of 8 warps as [call, key of the call, word of four rows]."""
+def pairs_of_keys(keys, rows):
+    """Registers of a tile [keys, rows], 16 keys a warp, as [call, key of the call, word of four rows]."""
     passing = [[0, 0, 4 << bit] for bit in range((rows // 16).bit_length() - 1)]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
-    return gl.DistributedLinearLayout(
-        [[0, 2, 0], *passing], lanes, [[0, 4, 0], [4, 0, 0], [8, 0, 0]], [], [16, 8, rows // 4]
-    )
+    warps = [[0, 4, 0], [4, 0, 0], [8, 0, 0]][: (keys // 16).bit_length() - 1]
+    return gl.DistributedLinearLayout([[0, 2, 0], *passing], lanes, warps, [], [keys // 8, 8, rows // 4])
 
 
 @gluon.constexpr_function
@@ -100,10 +99,12 @@ def pairs_of_rows(keys):
 
 
 @gluon.jit
-def make_bits(shape):
-    """Where `draw` leaves its bits for `without_dropped`: what a warp reads at once of four lies in other banks."""
+def make_bits(shape, CONSUMERS: gl.constexpr):
+    """Where `draw` leaves its bits for `without_dropped`, of each consumer: what a warp reads at once of four lies in
+    other banks.
+    """
     CALLS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 4, [1, 0])
-    return gl.allocate_shared_memory(gl.int32, [shape.BLOCK_N // 8, shape.BLOCK_M // 4], CALLS)
+    return gl.allocate_shared_memory(gl.int32, [CONSUMERS, 2 * shape.WARPS, shape.BLOCK_M // 4], CALLS)
 
 
 @gluon.jit
@@ -130,7 +131,7 @@ def marks_of(w0, w1, w2, w3, variant):
 
 @gluon.jit
 def draw(variant, key, b, h, m0, n0, heads, bits_smem, shape):
-    """Leave the bits of `dropped_by_call` for a tile of rows from m0 and keys from n0, transposed.
+    """Leave the bits of `dropped_by_call` for a tile of rows from m0 and keys from n0, 16 for each warp, transposed.
 
     A word has a byte for each of the rows i, i + 8, i + 1 and i + 9, which are one thread's; its bits are keys 0, 2, 4,
     6, 1, 3, 5, 7 of half a call.
@@ -138,13 +139,13 @@ def draw(variant, key, b, h, m0, n0, heads, bits_smem, shape):
     CALLS: gl.constexpr = calls_of_keys(shape.WARPS, shape.BLOCK_M)
     places = gl.arange(0, shape.BLOCK_M, gl.SliceLayout(0, CALLS))
     rows = m0 + (places & ~15) + (places & 1) * 8 + ((places >> 1) & 1) + ((places >> 1) & 6)
-    calls = n0 // 16 + gl.arange(0, shape.BLOCK_N // 16, gl.SliceLayout(1, CALLS))
+    calls = n0 // 16 + gl.arange(0, shape.WARPS, gl.SliceLayout(1, CALLS))
     bits = dropped_by_call(variant, key, b, h, rows[None, :], calls[:, None], heads)
     bits = (bits | (bits >> 12)) & 0xFF
     shifts = ((places & 3) * 8)[None, :]
-    words = (bits << gl.join(shifts, shifts)).reshape([shape.BLOCK_N // 64, 4, shape.BLOCK_M // 4, 4, 2])
+    words = (bits << gl.join(shifts, shifts)).reshape([shape.WARPS // 4, 4, shape.BLOCK_M // 4, 4, 2])
     words = gl.sum(words, 3).permute([0, 3, 1, 2])  # [64 keys, half, call, word of four rows]
-    bits_smem.store(words.reshape([shape.BLOCK_N // 8, shape.BLOCK_M // 4]))
+    bits_smem.store(words.reshape([2 * shape.WARPS, shape.BLOCK_M // 4]))
 
 
 @gluon.jit
@@ -157,15 +158,15 @@ def spread_signs(words, BYTES: gl.constexpr):
 @gluon.jit
 def without_dropped(p32, bits_smem, shape):
     """Packed weights [N, M / 2] without those that dropout makes 0, by what `draw` has left."""
-    OF: gl.constexpr = pairs_of_keys(shape.BLOCK_M)
+    OF: gl.constexpr = pairs_of_keys(p32.shape[0], shape.BLOCK_M)
     PACKED: gl.constexpr = p32.type.layout
     words = bits_smem.load(gl.SliceLayout(1, OF))[:, None, :]
     key = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, OF)))[None, :, None]
     # The key's bit becomes the sign of its byte.
     words = words << (7 - (key // 2 + (key & 1) * 4))
     marks = gl.join(spread_signs(words, 0), spread_signs(words, 1))
-    marks = marks.reshape([shape.BLOCK_N // 32, 4, 4, 2, shape.BLOCK_M // 16, 4, 2]).permute([0, 2, 1, 3, 4, 6, 5])
-    return p32 & ~gl.convert_layout(marks.reshape([shape.BLOCK_N, shape.BLOCK_M // 2]), PACKED, assert_trivial=True)
+    marks = marks.reshape([shape.WARPS // 2, 4, 4, 2, shape.BLOCK_M // 16, 4, 2]).permute([0, 2, 1, 3, 4, 6, 5])
+    return p32 & ~gl.convert_layout(marks.reshape(p32.shape), PACKED, assert_trivial=True)
 
 
 @gluon.jit

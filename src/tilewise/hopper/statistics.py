@@ -86,6 +86,7 @@ def round_kernel(
 ):  # fmt: skip
     """``dq = scale · sum``, from [B, Hq, rows, WIDTH] to [B, rows, Hq, D].
 
+    In the sum, of every eight columns the even ones come first (`backward.put`).
     `added`, int32 [B, Hq, tiles of TILE rows], if it is there, says how often a sum was added to: a sum of nothing was
     not written.
     """
@@ -102,5 +103,6 @@ def round_kernel(
         tiles = pair * tl.cdiv(rows, TILE) + offs // TILE
         written = inside & (tl.load(added + tiles, mask=inside, other=0) > 0)
     total = tl.load(dq_sum + first[:, None] + wide[None, :], mask=written[:, None], other=0.0)
+    total = total.reshape(BLOCK, WIDTH // 8, 2, 4).permute(0, 1, 3, 2).reshape(BLOCK, WIDTH)
     there = inside[:, None] & (wide < HEAD_DIM)[None, :]
     tl.store(_at(dq, b, offs, h, wide), (total * scale).to(dq.ptr.dtype.element_ty), mask=there)
