@@ -75,7 +75,8 @@ def test_shipped_tile(head_dim: int, options: dict[str, Any], monkeypatch: pytes
     found = check(kernel, PRODUCTS, budgets.of((budgets.BACKWARD_BAND if options else budgets.BACKWARD)[head_dim]))
     assert not re.search(r"ld\.acquire|red\.release", kernel.ptx)
     if not options and triton.__version__ == "3.6.0":
-        assert [loops.digest(loop) for loop in found] == budgets.BACKWARD_LOOPS[head_dim]
+        known = budgets.BACKWARD_LOOPS[head_dim]
+        assert all(loops.digest(loop) in digests for loop, digests in zip(found, known, strict=True))
 
 
 @pytest.mark.parametrize("options", BANDS if ALL else BANDS[1:2], ids=str)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tilewise.hopper import key_tiles, turns
-from tilewise.hopper.backward import dq_stages
 from tilewise.hopper.key_tiles import Shape
+from tilewise.hopper.query_gradient import dq_stages
 from tilewise.hopper.schedule import Bounds, InTurn, deal, deal_in_turn
 from tilewise.hopper.work import Band, Work
 

@@ -19,10 +19,11 @@ from ..kernels.sinks import gradient_of_sinks
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig, lookup
 from . import launch
-from .backward import HALF, WARPS, backward_kernel
+from .backward import backward_kernel
 from .backward_apart import apart_kernel
 from .key_tiles import Shape
 from .launch import Tiles
+from .query_gradient import HALF, WARPS
 from .schedule import Bounds, Dealt, deal, deal_in_turn
 from .statistics import first_stat, round_kernel, row_kernel
 from .turns import Turns

@@ -86,7 +86,7 @@ def round_kernel(
 ):  # fmt: skip
     """``dq = scale · sum``, from [B, Hq, rows, WIDTH] to [B, rows, Hq, D].
 
-    In the sum, of every eight columns the even ones come first (`backward.put`).
+    In the sum, of every eight columns the even ones come first (`query_gradient.put`).
     `added`, int32 [B, Hq, tiles of TILE rows], if it is there, says how often a sum was added to: a sum of nothing was
     not written.
     """
