@@ -110,8 +110,8 @@ BACKWARD_IN_TURN: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(650, 20, 1200), Budget(750, 60, 1600)),
     128: (Budget(495, 18, 640), Budget(550, 40, 1300)),
 }
-# Digests of the loops without a mask, as Triton 3.6.0 compiles them, of each warpgroup; the same PTX may become either of
-# two. An option that is absent must not change them.
+# Digests of the loops without a mask, as Triton 3.6.0 compiles them, of each warpgroup; the same PTX may become either
+# of two. An option that is absent must not change them.
 BACKWARD_LOOPS = {
     64: [{"fb95549747d4"}, {"be258453dc5d"}],
     128: [{"3a4404e19de5", "bddc3da5d5a7"}, {"f48692a0a5da"}],
