@@ -51,7 +51,7 @@ def plans(draw: Any) -> tuple[Plan, Lengths, tuple[int | None, int | None]]:
         )
     )
     plan = Plan(
-        batch, draw(st.integers(1, 3)), -(-most * group // block_m), block_m, draw(st.sampled_from([32, 64, 128])),
+        batch, draw(st.integers(1, 3)), most * group, block_m, draw(st.sampled_from([32, 64, 128])),
         group, 64, capacity, static, draw(st.sampled_from([1, 7, 132])), draw(st.sampled_from([0, 1, 4])),
     )  # fmt: skip
     band = draw(st.tuples(st.one_of(st.none(), st.integers(0, 300)), st.sampled_from([None, 0, 5])))
@@ -131,7 +131,7 @@ def test_slots(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> No
     assert all(merges[item][2] == 0 for item in range(plan.items) if item not in found)
     assert len(taken) == len(set(taken))
     assert all(0 <= slot < plan.slots for slot in taken)
-    assert plan.workspace_bytes() == plan.slots * plan.block_m * 65 * 4
+    assert plan.workspace_bytes() == plan.slots * plan.slot_rows * 65 * 4
 
 
 def in_use(plan: Plan, items: Items) -> int:

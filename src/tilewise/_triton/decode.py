@@ -416,18 +416,14 @@ def decode_kernel(
     unit = mine.first
     g = mine.group
     begin = mine.begin
-    # The item whose first piece is this program's last. Triton takes what begins as `g` and is given `g` in the loop
-    # for a name that never changes, so these begin as something else.
-    cut_group = g * 0
-    cut_head = cut_group
-    cut_pieces = cut_group
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            item = g * shape.HEADS_KV + h
+            piece = decode_plan.piece_of(unit, start, program, mine, group, item, work, shape)
             packed = group.row0 + tl.arange(0, shape.BLOCK_M)
             heads = h * shape.GROUP + packed % shape.GROUP
             seq = Sequence(
@@ -447,19 +443,14 @@ def decode_kernel(
             )  # fmt: skip
             if shape.V_SCALES == PER_ITEM:
                 o = o * packed_rows.item_scale(scales.v, scales.v_row, scales.v_head, seq, h)
-            packed_rows.store_rows(out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, stat_rows, shape)
-            if piece.is_first & (piece.slot >= 0):
-                cut_group = g
-                cut_head = h
-                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
+            packed_rows.store_rows(
+                out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, limits, stat_rows, shape
+            )  # fmt: skip
+            decode_plan.tell(parts, item, piece, program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
-    if parts.cuts is not None:
-        tl.store(parts.cuts + program * 4, cut_group)
-        tl.store(parts.cuts + program * 4 + 1, cut_head)
-        tl.store(parts.cuts + program * 4 + 2, cut_pieces)
     if shape.RAGGED:
         d = tl.arange(0, shape.BLOCK_DV)
         cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)

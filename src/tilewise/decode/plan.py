@@ -36,6 +36,8 @@ SEQUENCE, ROW_TILE, HEAD, KEY_LO, KEY_HI, SLOT = range(6)
 WHOLE_COST = 12
 # In the column SLOT: the piece is its whole item, which goes straight to the output.
 WHOLE = -1
+# A slot has a multiple of so many rows, but no more than a tile.
+SLOT_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Plan:
 
     Args:
         batch, heads_kv: of the call.
-        row_tiles: of the longest sequence, for each key head.
+        rows: packed ones of the longest sequence, for each key head.
         block_m, block_n: packed rows and keys of a tile; block_n divides 128.
         group_size, head_dim_v: of the call.
         capacity: keys that a sequence may have.
@@ -55,7 +57,7 @@ class Plan:
 
     batch: int
     heads_kv: int
-    row_tiles: int
+    rows: int
     block_m: int
     block_n: int
     group_size: int
@@ -72,7 +74,7 @@ class Plan:
         return cls(
             batch=call.batch,
             heads_kv=call.heads_kv,
-            row_tiles=-(-call.seqlen_q * call.group_size // block_m),
+            rows=call.seqlen_q * call.group_size,
             block_m=block_m,
             block_n=block_n,
             group_size=call.group_size,
@@ -86,6 +88,10 @@ class Plan:
     @property
     def balanced(self) -> bool:
         return self.static.num_splits is None and self.static.split_size is None
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // self.block_m)
 
     @property
     def items(self) -> int:
@@ -110,9 +116,14 @@ class Plan:
             return 2 * self.programs
         return self.items * self.splits if self.splits > 1 else 0
 
+    @property
+    def slot_rows(self) -> int:
+        """Rows that a slot has: those of a tile, but where all fit one tile hardly more than there are."""
+        return min(self.block_m, -(-self.rows // SLOT_ROWS) * SLOT_ROWS)
+
     def workspace_bytes(self) -> int:
-        """What partial results take: fp32, block_m rows of head_dim_v values and an LSE for each slot."""
-        return self.slots * self.block_m * (self.head_dim_v + 1) * 4
+        """What partial results take: fp32, `slot_rows` rows of head_dim_v values and an LSE for each slot."""
+        return self.slots * self.slot_rows * (self.head_dim_v + 1) * 4
 
 
 class WorkList(NamedTuple):

@@ -275,7 +275,8 @@ def finished(acc, scale, shift, l_i, sink, variant):
 
 @gluon.jit
 def store(
-    acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape, W: gl.constexpr, START: gl.constexpr,
+    acc, lse_rows, out, lse, parts, slot, seq, h, packed, limits, stat_rows, shape, W: gl.constexpr,
+    START: gl.constexpr,
 ):  # fmt: skip
     """The rows of consumer W of a whole item to the output, of another piece to its slot: of O the dims from START."""
     VALUES: gl.constexpr = acc.type.layout
@@ -292,7 +293,7 @@ def store(
         at = cache.stat_at(seq, head, packed // shape.GROUP, stat_rows, shape)
         gl.store(lse + at, lse_rows, mask=inside & (START == 0))
     else:
-        first = slot.to(gl.int64) * shape.BLOCK_M
+        first = slot.to(gl.int64) * decode_plan.slot_rows(limits, shape)
         rows = first + packed_of(0, W, gl.SliceLayout(1, VALUES))
         gl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], acc, mask=real)
         ROWS: gl.constexpr = packed.type.layout
@@ -340,16 +341,11 @@ def attend(
 
 
 @gluon.jit
-def leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape):
-    """A program's last words: which item it has cut, for who merges it, and 0 in rows that are no sequence's."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    if parts.cuts is not None:
-        gl.store(parts.cuts + program * 4, cut_group)
-        gl.store(parts.cuts + program * 4 + 1, cut_head)
-        gl.store(parts.cuts + program * 4 + 2, cut_pieces)
+def clear_tail(out, lse, slots, limits, stat_rows, shape):
+    """Write 0 to rows that are no sequence's."""
     if shape.RAGGED:
         d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
-        cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
+        cache.clear_tail(out, lse, slots, limits, gl.program_id(0), gl.num_programs(0), stat_rows, d, shape)
 
 
 @gluon.jit
@@ -364,34 +360,29 @@ def compute(
     unit = mine.first
     g = mine.group
     begin = mine.begin
-    # (See the kernel in plain Triton: these must not begin as another name does.)
-    cut_group = g * 0
-    cut_head = cut_group
-    cut_pieces = cut_group
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            item = g * shape.HEADS_KV + h
+            piece = decode_plan.piece_of(unit, start, program, mine, group, item, work, shape)
             # Nobody reads the last item's rows any more: all have met where its last keys were released.
             fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W, 0, shape.BLOCK_D)
             cta_barrier()
             o, lse_rows, packed, i = attend(
                 q_smem, k, v, agreement, piece, group, h, i, sinks, tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
-            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, W, 0)
-            if piece.is_first & (piece.slot >= 0):
-                cut_group = g
-                cut_head = h
-                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, limits, stat_rows, shape, W, 0)
+            if W == 0:
+                decode_plan.tell(parts, item, piece, program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
     if W == 0:
-        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
+        clear_tail(out, lse, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])

@@ -36,7 +36,7 @@ from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LOG2E, Sequence
 from . import scores, unread
-from .decode import fetch, finished, leave, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
+from .decode import clear_tail, fetch, finished, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
 from .pipeline import arrived, reinterpret, release, ring_of, specialize
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
@@ -352,34 +352,29 @@ def compute(
     unit = mine.first
     g = mine.group
     begin = mine.begin
-    # (See the kernel in plain Triton: these must not begin as another name does.)
-    cut_group = g * 0
-    cut_head = cut_group
-    cut_pieces = cut_group
     while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
+            item = g * shape.HEADS_KV + h
+            piece = decode_plan.piece_of(unit, start, program, mine, group, item, work, shape)
             q_rest = fetch_all(q, buffers, group, h, slots, rope, rope_length, limits, shape, W)
             state, packed, heads, uses = attend(
                 q_rest, buffers, piece, group, h, (even, odd), tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
             even, odd = uses
             o, lse_rows = merged(state, buffers, sink_of(sinks, heads, piece), variant, W)
-            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, 0, W * HALF)
-            if piece.is_first & (piece.slot >= 0):
-                cut_group = g
-                cut_head = h
-                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, limits, stat_rows, shape, 0, W * HALF)
+            if W == 0:
+                decode_plan.tell(parts, item, piece, program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
     if W == 0:
-        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
+        clear_tail(out, lse, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])

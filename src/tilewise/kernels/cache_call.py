@@ -208,11 +208,11 @@ def read_only(call: CacheCall, tape: Tape) -> tuple[torch.Tensor | None, torch.T
 def parts_of(call: CacheCall, tape: Tape) -> Parts:
     """Memory for partial results: a kernel is the same whether there is anything to merge or not."""
     plan, device = call.plan, call.inputs.q.device
-    of_slots = (max(1, plan.slots), plan.block_m)
+    of_slots = (max(1, plan.slots), plan.slot_rows)
     return Parts(
         tape.empty((*of_slots, plan.head_dim_v), torch.float32, device),
         tape.empty(of_slots, torch.float32, device),
-        tape.empty((plan.programs, 4), torch.int32, device) if plan.balanced else None,
+        tape.empty((plan.items, 2), torch.int32, device) if plan.balanced else None,
     )
 
 
@@ -223,13 +223,13 @@ def merge(
     plan, attention = call.plan, call.problem.attention
     if not plan.balanced and plan.splits == 1:
         return
-    rows = min(plan.block_m, max(1, attention.seqlen_q * attention.group_size))
+    rows = min(plan.block_m, plan.rows)
     arguments = (
         rows_of(results[0], attention.packed), results[1], parts, call.slots, sizes, *call.limits, *call.work,
         stat_rows(call), rows, *band, call.early,
     )  # fmt: skip
-    items = plan.programs if plan.balanced else plan.items
-    tape.launch(combine.combine_kernel, items * rows, arguments, num_warps=4, **call.early_options)
+    lanes = min(plan.programs, plan.items) if plan.balanced else plan.items
+    tape.launch(combine.combine_kernel, lanes * rows, arguments, num_warps=4, **call.early_options)
 
 
 def serve(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig, tape: Tape, attend: Attend) -> Results:

@@ -23,6 +23,8 @@ BY_NUMBER = tl.constexpr(2)
 SPLIT_UNIT = tl.constexpr(128)
 # `decode.plan.WHOLE_COST`.
 WHOLE_COST = tl.constexpr(12)
+# `decode.plan.SLOT_ROWS`.
+SLOT_ROWS = tl.constexpr(8)
 # Groups that a program looks at in one go.
 CHUNK = tl.constexpr(128)
 
@@ -76,10 +78,9 @@ class Piece(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Partial results: fp32 [slots, BLOCK_M, head_dim_v] and [slots, BLOCK_M], and what programs tell `combine`.
+    """Partial results: fp32 [slots, slot_rows, head_dim_v] and [slots, slot_rows], and what programs tell `combine`.
 
-    `cuts`, int32 [programs, 4], of a balanced plan: for each program the item whose first piece is its last one, as
-    group and key head, and how many pieces that has; 0: there is none.
+    `cuts`, int32 [items, 2], of a balanced plan: how many pieces an item has, and the program that has the first.
     """
 
     out: Any
@@ -261,6 +262,23 @@ def pieces_from(program, mine, begin, units):
     """Of a balanced plan, how many pieces the item has whose first is the last of this program's share `mine`."""
     last = ((begin + units).to(tl.int64) * mine.busy + mine.total - 1) // mine.total - 1
     return (last - program + 1).to(tl.int32)
+
+
+@triton.jit
+def slot_rows(limits, shape):
+    """Rows of a slot: `decode.plan.Plan.slot_rows`."""
+    return tl.minimum(tl.cdiv(limits.seqlen_q * shape.GROUP, SLOT_ROWS) * SLOT_ROWS, shape.BLOCK_M)
+
+
+@triton.jit
+def tell(parts, item, piece, program, mine, begin, units):
+    """Who has an item's first piece says where the others are."""
+    if parts.cuts is not None:
+        pieces = begin * 0 + 1
+        if piece.is_first & (piece.slot >= 0):
+            pieces = pieces_from(program, mine, begin, units)
+        tl.store(parts.cuts + item * 2, pieces, mask=piece.is_first)
+        tl.store(parts.cuts + item * 2 + 1, program, mask=piece.is_first)
 
 
 @triton.jit
