@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import tiles
-from ..decode.plan import Plan
+from ..decode.plan import NOTHING_DEALT, Dealing, Plan
 from ..kvcache import PER_PAGE, CacheInputs, CacheProblem
 from ..mask_algebra import Frame
 from ..masks import Full
@@ -29,6 +29,8 @@ from .rows import rows_of
 
 # Tokens times dims that a program appends, a head at a time.
 _APPENDED = 2048
+# Registers of a thread that merges: eight programs share a multiprocessor, for most have nothing to do, or hardly any.
+_MERGING = 64
 _INTEGERS = (
     "cache_seqlens", "cache_leftpad", "cache_batch_idx", "page_table", "cu_seqlens_q", "rotary_positions",
 )  # fmt: skip
@@ -126,7 +128,7 @@ class CacheCall:
         plan, static = self.plan, self.problem.static
         # A cut past the capacity is none; kept below it, no sum passes an int32.
         cut = min(static.split_size or static.num_splits or 0, _round_up(max(plan.capacity, 1), 128))
-        return (max(1, plan.row_tiles), plan.splits if not plan.balanced else 0, cut, plan.whole)
+        return (max(1, plan.row_tiles), plan.splits if not plan.balanced else 0, cut, plan.whole, plan.least)
 
     @property
     def mode(self) -> tl.constexpr:
@@ -213,6 +215,7 @@ def parts_of(call: CacheCall, tape: Tape) -> Parts:
         tape.empty((*of_slots, plan.head_dim_v), torch.float32, device),
         tape.empty(of_slots, torch.float32, device),
         tape.empty((plan.items, 2), torch.int32, device) if plan.balanced else None,
+        tape.counter(device) if plan.portions else None,
     )
 
 
@@ -229,15 +232,23 @@ def merge(
         stat_rows(call), rows, *band, call.early,
     )  # fmt: skip
     lanes = min(plan.programs, plan.items) if plan.balanced else plan.items
-    tape.launch(combine.combine_kernel, lanes * rows, arguments, num_warps=4, **call.early_options)
+    tape.launch(combine.combine_kernel, lanes * rows, arguments, num_warps=4, maxnreg=_MERGING, **call.early_options)
 
 
-def serve(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig, tape: Tape, attend: Attend) -> Results:
+def serve(
+    problem: CacheProblem,
+    inputs: CacheInputs,
+    tile: TileConfig,
+    tape: Tape,
+    attend: Attend,
+    dealing: Dealing = NOTHING_DEALT,
+) -> Results:
     """Append, and have `attend` fill ``out``, in `out_dtype`, and ``lse``, fp32, where they have rows."""
     inputs = _dense(inputs)
     attention, q = problem.attention, inputs.q
     whole = max(1, tiles.WHOLE_KEYS // tile.block_n)
-    plan = Plan.of(problem, tile.block_m, tile.block_n, tile.programs * processors(inputs.q.device), whole)
+    programs = tile.programs * processors(inputs.q.device)
+    plan = Plan.of(problem, tile.block_m, tile.block_n, programs, whole, dealing)
     call = CacheCall(problem, inputs, tile, plan)
     out = tape.empty(attention.out_shape(q), attention.out_dtype, q.device)
     lse = tape.empty(attention.lse_shape(q), torch.float32, q.device)

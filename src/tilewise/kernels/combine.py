@@ -4,7 +4,7 @@ A program for each row of an item, or of several where there are more of them th
 always merged in the order of their keys. Items that are one piece have been written by whoever computed them, and are
 left alone here.
 
-HBM: reads two partials per program of `decode`, writes their rows of o and lse.
+HBM: reads two partials per run of `decode`, writes their rows of o and lse.
 
 Source: Flash-Decoding (Dao et al., 2023).
 """
@@ -19,9 +19,10 @@ from .cache import Limits
 from .decode_plan import BALANCED, Work
 from .score import LN2, LOG2E
 
-# Numbers of the partials that are merged in one go, and the fewest and most partials: loads under way at once are as
-# many as registers hold, for a small call takes as long as loads that wait for each other.
-_NUMBERS, _FEWEST, _MOST = 8192, 16, 128
+# Numbers of the partials that are merged in one go, and the fewest and most partials; and how many such tiles there is
+# memory for but one: a small call takes as long as loads that wait for each other, so more are under way than merged.
+_NUMBERS, _FEWEST, _MOST = 2048, 4, 128
+_STAGES = tl.constexpr(4)
 # Items that a program looks at in one go.
 _ITEMS = tl.constexpr(32)
 
@@ -38,10 +39,10 @@ def pieces_of(items, count, parts, slots, limits, work, shape, left, right):
     if shape.MODE == BALANCED:
         there = items < count
         if shape.RAGGED:
-            _, len_q = cache.rows_of(slots, items // shape.HEADS_KV // work.row_tiles, limits)
-            there &= items // shape.HEADS_KV % work.row_tiles * shape.BLOCK_M < len_q * shape.GROUP
-        pieces = tl.load(parts.cuts + items * 2, mask=items < count, other=0)
-        pieces = tl.where(there, pieces, 0)
+            b, m = decode_plan.sequence_of(items // shape.HEADS_KV, work, shape)
+            _, len_q = cache.rows_of(slots, b, limits)
+            there &= m * shape.BLOCK_M < len_q * shape.GROUP
+        pieces = tl.where(there, tl.load(parts.cuts + items * 2, mask=items < count, other=0), 0)
     else:
         pieces = decode_plan.group_of(items // shape.HEADS_KV, slots, limits, work, shape, left, right).units
     return pieces
@@ -60,7 +61,7 @@ def merged(item, pieces, r, parts, limits, work, shape):
     m_i = tl.zeros((), tl.float32) - float("inf")
     l_i = tl.zeros((), tl.float32)
     acc = tl.zeros([shape.BLOCK_DV], tl.float32)
-    for c in range(0, pieces, PIECES):
+    for c in tl.range(0, pieces, PIECES, num_stages=_STAGES):
         j = c + offs
         if shape.MODE == BALANCED:
             slot = tl.where(j == 0, 2 * first + 1, 2 * (first + j))
@@ -96,7 +97,7 @@ def store_row(acc, l_i, m_i, out, lse, seq, head, i, stat_rows, shape):
 @triton.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rows", "left", "right"])
 def combine_kernel(
     out, lse, parts, slots, shape, batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch,
-    row_tiles, splits, cut, whole, stat_rows, rows, left, right, EARLY: tl.constexpr,
+    row_tiles, splits, cut, whole, least, stat_rows, rows, left, right, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: (items that are so many apart; packed row of their tiles).
 
@@ -106,7 +107,7 @@ def combine_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
-    work = Work(row_tiles, splits, cut, whole)
+    work = Work(row_tiles, splits, cut, whole, least)
     items = batch * row_tiles * shape.HEADS_KV
     lanes = tl.num_programs(0) // rows
     r = tl.program_id(0) % rows
