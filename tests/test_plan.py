@@ -11,18 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewise.decode.plan import (
-    DEALT,
     HEAD,
     KEY_HI,
     KEY_LO,
-    MOST_SHARES,
-    NOTHING_DEALT,
     ROW_TILE,
     SEQUENCE,
     SLOT,
     WHOLE,
     WHOLE_COST,
-    Dealing,
     Items,
     Plan,
     WorkList,
@@ -36,10 +32,6 @@ from tilewise.kvcache import Lengths, Static
 def lengths(rows: list[int], keys: list[int]) -> Lengths:
     q, k = torch.tensor(rows, dtype=torch.int64), torch.tensor(keys, dtype=torch.int64)
     return Lengths(q, torch.zeros_like(q), k, torch.zeros_like(k), k, k - q)
-
-
-# Those of the kernel, on a GPU and in the interpreter, and another.
-DEALINGS = [Dealing(8, 16), Dealing(2, 3), Dealing(4, 5)]
 
 
 @st.composite
@@ -59,9 +51,8 @@ def plans(draw: Any) -> tuple[Plan, Lengths, tuple[int | None, int | None]]:
         )
     )
     plan = Plan(
-        batch, draw(st.integers(1, 3)), most * group, block_m, draw(st.sampled_from([32, 64, 128])),
+        batch, draw(st.integers(1, 3)), -(-most * group // block_m), block_m, draw(st.sampled_from([32, 64, 128])),
         group, 64, capacity, static, draw(st.sampled_from([1, 7, 132])), draw(st.sampled_from([0, 1, 4])),
-        draw(st.sampled_from([NOTHING_DEALT, *DEALINGS])),
     )  # fmt: skip
     band = draw(st.tuples(st.one_of(st.none(), st.integers(0, 300)), st.sampled_from([None, 0, 5])))
     return plan, lengths(rows, keys), band
@@ -76,18 +67,8 @@ def pieces_by_item(plan: Plan, work: WorkList) -> dict[int, list[list[int]]]:
     return found
 
 
-def portion(plan: Plan, items: Items) -> int:
-    """Tiles of a portion, if shares are dealt; else 0."""
-    each = int(items.tiles.sum()) // plan.programs
-    if not plan.portions or each < plan.least or int(items.tiles.max()) > MOST_SHARES * each:
-        return 0
-    return -(-each // (DEALT * plan.portions))
-
-
 def all_whole(plan: Plan, items: Items) -> int:
     """How many items a program has at most, if none is cut because they are alike; else 0."""
-    if portion(plan, items):
-        return 0
     each = -(-int((items.tiles > 0).sum()) // plan.programs)
     most = each * int(items.tiles.max()) * plan.programs
     return each if WHOLE_COST * most <= (WHOLE_COST + 1) * int(items.tiles.sum()) else 0
@@ -135,7 +116,7 @@ def test_slots(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> No
     work = work_list(plan, at, *band)
     found, taken, merges = pieces_by_item(plan, work), [], work.merges.tolist()
     assert work.pieces.shape == (plan.max_pieces, 6)
-    assert work.starts.shape == ((plan.runs if plan.balanced else plan.max_pieces) + 1,)
+    assert work.starts.shape == ((plan.programs if plan.balanced else plan.max_pieces) + 1,)
     assert len(merges) == plan.items
     step = 2 if plan.balanced else 1
     for item, own in found.items():
@@ -150,14 +131,12 @@ def test_slots(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> No
     assert all(merges[item][2] == 0 for item in range(plan.items) if item not in found)
     assert len(taken) == len(set(taken))
     assert all(0 <= slot < plan.slots for slot in taken)
-    assert plan.workspace_bytes() == plan.slots * plan.slot_rows * 65 * 4
+    assert plan.workspace_bytes() == plan.slots * plan.block_m * 65 * 4
 
 
 def in_use(plan: Plan, items: Items) -> int:
     """Programs that share the tiles of items that are cut: of equal ones as many as have equal parts, if almost all."""
     total, there, longest = int(items.tiles.sum()), int((items.tiles > 0).sum()), int(items.tiles.max())
-    if portion(plan, items):
-        return plan.programs
     programs = plan.programs
     equal = programs // max(1, there) * there
     if longest * there == total and WHOLE_COST * programs <= (WHOLE_COST + 1) * equal:
@@ -180,19 +159,12 @@ def test_programs_are_even(drawn: tuple[Plan, Lengths, tuple[int | None, int | N
     assert starts[0] == 0 and starts[-1] == used and starts == sorted(starts)
     loads = []
     total = int(items.tiles.sum())
-    share = plan.portions + 1 if portion(plan, items) else 1
-    for p in range(max(1, in_use(plan, items)) * share):
+    for p in range(max(1, in_use(plan, items))):
         tiles = 0
         for piece in pieces[starts[p] : starts[p + 1]]:
             tiles += max(1, -(-piece[KEY_HI] // plan.block_n) - piece[KEY_LO] // plan.block_n)
         loads.append(tiles)
     assert sum(loads) == total
-    if size := portion(plan, items):
-        dealt = [tiles for p, tiles in enumerate(loads) if p % share < plan.portions]
-        assert plan.whole > 1 or set(dealt) == {size}
-        # What is its own is most of a share, or of a short one at least something.
-        assert min(tiles + plan.whole for tiles in loads[plan.portions :: share]) > 0
-        loads = [sum(loads[p : p + share]) for p in range(0, len(loads), share)]
     if each := all_whole(plan, items):
         assert max(loads) <= each * int(items.tiles.max())
         assert all(len(own) == 1 for own in pieces_by_item(plan, work).values())
@@ -233,13 +205,6 @@ def test_fixed_parts_are_those_of_the_plain_function(
         assert [(p[KEY_LO], p[KEY_HI]) for p in own] == parts(plan.static, lo, hi)
 
 
-def run_of(plan: Plan, total: int, size: int, tile: int) -> int:
-    """The run that has a tile, where shares are dealt in portions of this size."""
-    program = -(-(tile + 1) * plan.programs // total) - 1
-    part = (tile - program * total // plan.programs) // size
-    return program * (plan.portions + 1) + min(part, plan.portions)
-
-
 @given(plans())
 def test_closed_form(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]]) -> None:
     """What docs/kvcache.md tells kernels to compute: which programs an item's pieces belong to."""
@@ -250,14 +215,9 @@ def test_closed_form(drawn: tuple[Plan, Lengths, tuple[int | None, int | None]])
     if all_whole(plan, items):
         return
     ends = items.tiles.cumsum(0).tolist()
-    total, programs, size = ends[-1], in_use(plan, items), portion(plan, items)
+    total, programs = ends[-1], in_use(plan, items)
     for item, own in pieces_by_item(plan, work).items():
         begin, end = ends[item] - int(items.tiles[item]), ends[item]
-        if size:
-            if len(own) > 1:
-                first, last = (run_of(plan, total, size, tile) for tile in (begin, end - 1))
-                assert [p[SLOT] for p in own] == [2 * first + 1, *(2 * p for p in range(first + 1, last + 1))]
-            continue
         p1, p2 = -(-(begin + 1) * programs // total), -(-end * programs // total) - 1
         cut = int(items.tiles[item]) > plan.whole and p1 <= p2
         assert len(own) == (p2 - p1 + 2 if cut else 1)
@@ -275,26 +235,6 @@ def test_equal_items_have_equal_parts() -> None:
         if batch == 16:
             assert (work.starts.diff() == 1).tolist() == [True] * 256 + [False] * 8
             assert set((work.pieces[:256, KEY_HI] - work.pieces[:256, KEY_LO]).tolist()) == {4096}
-
-
-def test_shares_are_dealt_unless_short_or_of_few_items() -> None:
-    """An eighth of every share on 264 programs, eight portions each; one item with all keys is not cut so finely."""
-    for batch, keys, size in ((16, 8192, 1), (64, 8192, 4), (1, 131072, 1), (1, 8192, 0)):
-        plan = Plan(batch, 8, 4, 64, 64, 4, 128, keys, Static(), 264, 4, Dealing(8, 16))
-        at = lengths([1] * batch, [keys] * batch)
-        work, items = work_list(plan, at, None, None), items_of(plan, at, None, None)
-        assert portion(plan, items) == size
-        first = work.pieces[: int(work.starts[1])]
-        assert int((first[:, KEY_HI] - first[:, KEY_LO]).sum()) == size * 64 or not size
-        assert plan.slots == 2 * 264 * (9 if size else 1)
-    alone = replace(plan, heads_kv=1, capacity=2**20)
-    assert portion(alone, items_of(alone, lengths([1], [2**20]), None, None)) == 0
-
-
-@pytest.mark.parametrize("dealing", DEALINGS, ids=str)
-def test_dealt_shares_leave_every_program_something(dealing: Dealing) -> None:
-    for each in range(dealing.least, 4096):
-        assert dealing.portions * -(-each // (DEALT * dealing.portions)) < each
 
 
 def test_short_contexts_are_not_split() -> None:

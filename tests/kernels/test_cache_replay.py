@@ -9,9 +9,8 @@ import torch
 from test_replay import Machine, machine, named  # noqa: F401 - a fixture
 
 import tilewise
-from tilewise import _triton, hopper
+from tilewise import _triton
 from tilewise.cache_arguments import prepare
-from tilewise.kernels import counters
 from tilewise.kvcache import FP8
 
 Options = dict[str, Any]
@@ -86,24 +85,3 @@ def test_values_inside_the_keys_have_a_kernel_of_their_own(machine: Machine) -> 
         attend(inputs)
     # One launch of each kind by way of Triton, and one replay of each.
     assert len(machine.usual) == len(machine.replayed) == 2 * 2
-
-
-def test_each_replay_has_the_counter_of_its_time(
-    machine: Machine,  # noqa: F811 - a fixture
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Tickets are counted where the call's own stream, or graph, has its counter, and not where the taped one had."""
-    given: list[torch.Tensor] = []
-
-    def counter(device: torch.device) -> torch.Tensor:
-        given.append(torch.zeros(1, dtype=torch.int32))
-        return given[-1]
-
-    monkeypatch.setattr(counters, "counter", counter)
-    attend = hopper.bind_cache(posed("plain")[0])
-    for _ in range(3):
-        attend(posed("plain")[1])
-    launches = [machine.usual[0], *machine.replayed[::2]]
-    records = [[value for x in arguments if isinstance(x, tuple) for value in x] for *_, arguments in launches]
-    places = [x.data_ptr() for x in given]
-    assert [[place in record for place in places] for record in records] == torch.eye(3).bool().tolist()

@@ -61,14 +61,7 @@ def shape(call: CacheCall) -> Shape:
     scaled = product != own or kinds[0] is cache_slots.PER_ITEM
     lanes = tile.block_n if tile.block_m < _WIDE else 1
     rest = (product, value, scaled, lanes, one and tile.block_m >= _WIDE)
-    given = (
-        *map(tl.constexpr, sizes),
-        call.mode,
-        tl.constexpr(False),
-        tl.constexpr(0),
-        *kinds,
-        *map(tl.constexpr, rest),
-    )
+    given = (*map(tl.constexpr, sizes), call.mode, *kinds, *map(tl.constexpr, rest))
     return Shape._make(given)
 
 

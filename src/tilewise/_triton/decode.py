@@ -40,11 +40,10 @@ class Shape(NamedTuple):
 
     BLOCK_MAIN, BLOCK_REST: parts, powers of two, that together hold the head dim; BLOCK_REST may be 0. PAGE: slots of a
     page, 0 of a contiguous cache; WHOLE_PAGE: a tile of keys never crosses pages. SHARED: values are the first
-    BLOCK_MAIN dims of the keys. ALIKE: both caches have the same strides. MODE, ONE_TILE, PORTIONS: see
-    `decode_plan`. K_SCALES,
-    V_SCALES: of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are, by name.
-    FACTOR: whether the first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few
-    rows, each warp has keys of its own. TURNED: the output is kept transposed, [Dv, M], see `add_values`.
+    BLOCK_MAIN dims of the keys. ALIKE: both caches have the same strides. MODE: see `decode_plan`. K_SCALES, V_SCALES:
+    of an fp8 cache, 0, PER_ITEM or PER_PAGE. K_TYPE, V_TYPE: what the factors of both products are, by name. FACTOR:
+    whether the first is scaled. LANES: sums of a row that are kept apart until the end; where a tile has few rows, each
+    warp has keys of its own. TURNED: the output is kept transposed, [Dv, M], see `add_values`.
     """
 
     HEADS: Any
@@ -64,8 +63,6 @@ class Shape(NamedTuple):
     SHARED: Any
     ALIKE: Any
     MODE: Any
-    ONE_TILE: Any
-    PORTIONS: Any
     K_SCALES: Any
     V_SCALES: Any
     K_TYPE: Any
@@ -391,11 +388,11 @@ def share_of(program, programs, slots, limits, work, shape, left, right):
     """What a program has to do. A few groups fit one warp, and are summed up without a barrier."""
     if limits.batch * work.row_tiles <= FEW_GROUPS:
         few = tl.arange(0, FEW_GROUPS)
-        run, division = decode_plan.share(program, programs, few, slots, limits, work, shape, left, right)
+        mine = decode_plan.share(program, programs, few, slots, limits, work, shape, left, right)
     else:
         many = tl.arange(0, decode_plan.CHUNK)
-        run, division = decode_plan.share(program, programs, many, slots, limits, work, shape, left, right)
-    return run, division
+        mine = decode_plan.share(program, programs, many, slots, limits, work, shape, left, right)
+    return mine
 
 
 @triton.jit(
@@ -405,28 +402,32 @@ def share_of(program, programs, slots, limits, work, shape, left, right):
 def decode_kernel(
     q, k, v, out, lse, parts, slots, scales, rope, tree, sinks, variant, extra, shape,
     batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
-    whole, least, stat_rows, rope_length, left, right, phi, EARLY: tl.constexpr,
+    whole, stat_rows, rope_length, left, right, phi, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
-    work = Work(row_tiles, splits, cut, whole, least)
+    work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    run, division = share_of(program, programs, slots, limits, work, shape, left, right)
-    unit = run.first
-    g = run.group
-    begin = run.begin
-    while unit < run.last:
+    mine = share_of(program, programs, slots, limits, work, shape, left, right)
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    # The item whose first piece is this program's last. Triton takes what begins as `g` and is given `g` in the loop
+    # for a name that never changes, so these begin as something else.
+    cut_group = g * 0
+    cut_head = cut_group
+    cut_pieces = cut_group
+    while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            item = g * shape.HEADS_KV + h
-            piece = decode_plan.piece_of(unit, start, run, group, item, work, shape)
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             packed = group.row0 + tl.arange(0, shape.BLOCK_M)
             heads = h * shape.GROUP + packed % shape.GROUP
             seq = Sequence(
@@ -446,14 +447,19 @@ def decode_kernel(
             )  # fmt: skip
             if shape.V_SCALES == PER_ITEM:
                 o = o * packed_rows.item_scale(scales.v, scales.v_row, scales.v_head, seq, h)
-            packed_rows.store_rows(
-                out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, limits, stat_rows, shape
-            )  # fmt: skip
-            decode_plan.tell(parts, item, piece, run, division, start, group.units, shape)
+            packed_rows.store_rows(out, lse, parts, o, lse_tile, piece.slot, seq, heads, packed, stat_rows, shape)
+            if piece.is_first & (piece.slot >= 0):
+                cut_group = g
+                cut_head = h
+                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
+    if parts.cuts is not None:
+        tl.store(parts.cuts + program * 4, cut_group)
+        tl.store(parts.cuts + program * 4 + 1, cut_head)
+        tl.store(parts.cuts + program * 4 + 2, cut_pieces)
     if shape.RAGGED:
         d = tl.arange(0, shape.BLOCK_DV)
         cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)

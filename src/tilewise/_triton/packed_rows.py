@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..kernels import cache, decode_plan, rotary
+from ..kernels import cache, rotary
 from ..kernels.cache import PER_ITEM
 from . import device
 
@@ -78,7 +78,7 @@ def load_q(q, slots, scales, rope, rope_length, group, h, heads, packed, limits,
 
 
 @triton.jit
-def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, limits, stat_rows, shape):
+def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, stat_rows, shape):
     """A whole item's rows to the output, another piece's to its slot."""
     i = packed // shape.GROUP
     d = tl.arange(0, shape.BLOCK_DV)
@@ -90,6 +90,6 @@ def store_rows(out, lse, parts, o, lse_tile, slot, seq, heads, packed, limits, s
         tl.store(base + rows[:, None] + d[None, :], o.to(out.ptr.dtype.element_ty), mask=real)
         tl.store(lse + cache.stat_at(seq, heads, i, stat_rows, shape), lse_tile, mask=inside)
     else:
-        rows = slot.to(tl.int64) * decode_plan.slot_rows(limits, shape) + tl.arange(0, shape.BLOCK_M)
+        rows = slot.to(tl.int64) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)
         tl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], o, mask=real)
         tl.store(parts.lse + rows, lse_tile, mask=inside)

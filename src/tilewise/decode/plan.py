@@ -13,12 +13,9 @@ Two ways to cut, both from sizes and lengths alone, so a plan is computed on the
   moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Nor is any, where the
   items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`): then there
   is nothing to merge. Items of equal length are cut into equal parts, as many as there are programs for, if hardly any
-  is left without: each then begins once, and not in the middle of its work again. Piece of run p: slot ``2 p + 1`` if
-  it is its item's first, else ``2 p``. A run cuts at most the item that it starts with and the one it ends with, hence
-  two slots.
-  Programs get more or less done in the same time, so shares may be *dealt*: what they begin with is cut into `portions`
-  runs for whoever has nothing else to do, which changes no piece. All shares are equal then, and their runs numbered
-  one after the other. Short ones are not dealt, nor are any if an item has so many that it takes long to merge.
+  is left without: each then begins once, and not in the middle of its work again. Piece of program p: slot
+  ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the one
+  it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
 
 Source: Osama et al., "Stream-K" (2023); LeanAttention (Sanovar et al., 2024); Flash-Decoding++ (Hong et al., 2023).
@@ -37,22 +34,8 @@ from ..kvcache import SPLIT_UNIT, CacheProblem, Lengths, Static, key_range
 SEQUENCE, ROW_TILE, HEAD, KEY_LO, KEY_HI, SLOT = range(6)
 # No item is cut if the busiest program then has at most an nth more than an even share; merging costs as much.
 WHOLE_COST = 12
-# An nth of each share is dealt, unless an item may have more pieces than so many shares do.
-DEALT, MOST_SHARES = 8, 40
 # In the column SLOT: the piece is its whole item, which goes straight to the output.
 WHOLE = -1
-# Where shares may be dealt, a slot has a multiple of so many rows.
-SLOT_ROWS = 8
-
-
-class Dealing(NamedTuple):
-    """How shares are dealt: into so many portions, 0 for none, if each has at least so many tiles."""
-
-    portions: int
-    least: int
-
-
-NOTHING_DEALT = Dealing(0, 0)
 
 
 @dataclass(frozen=True)
@@ -61,19 +44,18 @@ class Plan:
 
     Args:
         batch, heads_kv: of the call.
-        rows: packed ones of the longest sequence, for each key head.
+        row_tiles: of the longest sequence, for each key head.
         block_m, block_n: packed rows and keys of a tile; block_n divides 128.
         group_size, head_dim_v: of the call.
         capacity: keys that a sequence may have.
         static: the call's num_splits or split_size; without either the plan is balanced.
-        programs: that share a balanced plan.
+        programs: runs of a balanced plan.
         whole: tiles up to which an item of a balanced plan is not cut.
-        dealing: of a balanced plan.
     """
 
     batch: int
     heads_kv: int
-    rows: int
+    row_tiles: int
     block_m: int
     block_n: int
     group_size: int
@@ -82,24 +64,15 @@ class Plan:
     static: Static
     programs: int
     whole: int
-    dealing: Dealing = NOTHING_DEALT
 
     @classmethod
-    def of(
-        cls,
-        problem: CacheProblem,
-        block_m: int,
-        block_n: int,
-        programs: int,
-        whole: int,
-        dealing: Dealing = NOTHING_DEALT,
-    ) -> Plan:
+    def of(cls, problem: CacheProblem, block_m: int, block_n: int, programs: int, whole: int) -> Plan:
         """The plan of a call for kernels with these tiles, on a device that runs `programs` of them at once."""
         call = problem.attention
         return cls(
             batch=call.batch,
             heads_kv=call.heads_kv,
-            rows=call.seqlen_q * call.group_size,
+            row_tiles=-(-call.seqlen_q * call.group_size // block_m),
             block_m=block_m,
             block_n=block_n,
             group_size=call.group_size,
@@ -108,29 +81,11 @@ class Plan:
             static=problem.static,
             programs=programs,
             whole=whole,
-            dealing=dealing,
         )
 
     @property
     def balanced(self) -> bool:
         return self.static.num_splits is None and self.static.split_size is None
-
-    @property
-    def portions(self) -> int:
-        return self.dealing.portions if self.balanced else 0
-
-    @property
-    def least(self) -> int:
-        return self.dealing.least
-
-    @property
-    def runs(self) -> int:
-        """Of a balanced plan: portions of each share, and what is left of it."""
-        return self.programs * (self.portions + 1)
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.rows // self.block_m)
 
     @property
     def items(self) -> int:
@@ -146,24 +101,18 @@ class Plan:
     @property
     def max_pieces(self) -> int:
         """Pieces that there can be: each item is one, and each cut adds one."""
-        return self.items + self.runs - 1 if self.balanced else self.items * self.splits
+        return self.items + self.programs - 1 if self.balanced else self.items * self.splits
 
     @property
     def slots(self) -> int:
         """Places for partial results."""
         if self.balanced:
-            longest = self.items * max(1, -(-self.capacity // self.block_n))
-            return 2 * (self.runs if longest >= self.least * self.programs else self.programs)
+            return 2 * self.programs
         return self.items * self.splits if self.splits > 1 else 0
 
-    @property
-    def slot_rows(self) -> int:
-        """Rows that a slot has: those of a tile, but hardly more than the call has where portions make many slots."""
-        return min(self.block_m, -(-self.rows // SLOT_ROWS) * SLOT_ROWS) if self.portions else self.block_m
-
     def workspace_bytes(self) -> int:
-        """What partial results take: fp32, `slot_rows` rows of head_dim_v values and an LSE for each slot."""
-        return self.slots * self.slot_rows * (self.head_dim_v + 1) * 4
+        """What partial results take: fp32, block_m rows of head_dim_v values and an LSE for each slot."""
+        return self.slots * self.block_m * (self.head_dim_v + 1) * 4
 
 
 class WorkList(NamedTuple):
@@ -171,8 +120,7 @@ class WorkList(NamedTuple):
 
     pieces: [max_pieces, 6]: sequence, row tile, key head, first key, last key (exclusive), slot or -1; in the order of
         items, and of keys inside an item. A piece without keys has ``KEY_LO >= KEY_HI``: its rows see nothing.
-    starts: [runs + 1]: the pieces of run p are ``starts[p] .. starts[p + 1]``; of a fixed plan each piece. Run p is
-        program p's; where shares are dealt it is of the share of ``p // (portions + 1)``, whose last one is its own.
+    starts: [programs + 1]: the pieces of program p are ``starts[p] .. starts[p + 1]``; of a fixed plan each piece.
     merges: [items, 3]: the first slot of an item, its second, and how many pieces there are; later slots follow by
         steps of 2 (balanced) or 1 (fixed). Nothing is to be merged where there are less than two.
     """
@@ -217,8 +165,8 @@ def work_list(plan: Plan, at: Lengths, left: int | None, right: int | None) -> W
     """
     if not plan.items:
         pieces = torch.full((plan.max_pieces, 6), -1, dtype=torch.int32, device=at.q.device)
-        runs = plan.runs if plan.balanced else 0
-        return WorkList(pieces, pieces.new_zeros(runs + 1), pieces.new_zeros(0, 3))
+        programs = plan.programs if plan.balanced else 0
+        return WorkList(pieces, pieces.new_zeros(programs + 1), pieces.new_zeros(0, 3))
     items = items_of(plan, at, left, right)
     return _balanced(plan, items) if plan.balanced else _fixed(plan, items)
 
@@ -227,7 +175,7 @@ def _balanced(plan: Plan, items: Items) -> WorkList:
     n = items.tiles.numel()
     ends = items.tiles.cumsum(0)
     begins = ends - items.tiles
-    bounds = _bounds(plan, items, begins, ends)  # [runs + 1], in tiles
+    bounds = _bounds(plan, items, begins, ends)  # [programs + 1], in tiles
     # Each item begins a piece, and so does each bound inside one.
     inner = bounds[1:-1]
     owner = _owner(ends, inner)
@@ -240,13 +188,13 @@ def _balanced(plan: Plan, items: Items) -> WorkList:
     after = torch.cat([begin[1:], begin[-1:]])
     last = torch.cat([exists[1:] & (item[1:] == item[:-1]), exists.new_zeros(1)])
     end = torch.where(last, after, ends[item])
-    run = torch.searchsorted(bounds, begin, right=True) - 1
+    program = torch.searchsorted(bounds, begin, right=True) - 1
     is_first = begin == begins[item]
     whole = is_first & (end == ends[item])
-    slot = torch.where(whole, WHOLE, 2 * run + is_first)
+    slot = torch.where(whole, WHOLE, 2 * program + is_first)
     pieces = _pieces(plan, items, item, (begin - begins[item], end - begins[item]), slot, exists)
     starts = torch.searchsorted(torch.where(exists, begin, torch.iinfo(torch.int64).max), bounds)
-    return WorkList(pieces, starts.int(), _merges(n, item, run, exists))
+    return WorkList(pieces, starts.int(), _merges(n, item, program, exists))
 
 
 def _owner(ends: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
@@ -255,10 +203,9 @@ def _owner(ends: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Where each run of tiles begins; the last entry is the number of tiles."""
+    """Where each program's run of tiles begins; the last entry is the number of tiles."""
     total = ends[-1]
-    run = torch.arange(plan.runs + 1, device=ends.device)
-    portion = _portion(plan, total, items.tiles.max())
+    program = torch.arange(plan.programs + 1, device=ends.device)
     # Equal items have equal parts, one for each program that has anything to do.
     rank, longest = (items.tiles > 0).cumsum(0), items.tiles.max()
     there = rank[-1]
@@ -266,9 +213,7 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     equally = (longest * there == total) & (WHOLE_COST * plan.programs <= (WHOLE_COST + 1) * equal)
     # A program more than there are tiles would have none, and come between those that share an item.
     busy = torch.minimum(torch.where(equally, equal, plan.programs), total).clamp(min=1)
-    raw = torch.minimum(run, busy) * total // busy
-    program, part = run // (plan.portions + 1), run % (plan.portions + 1)
-    raw = torch.where(portion > 0, program * total // plan.programs + part * portion, raw)
+    raw = torch.minimum(program, busy) * total // busy
     owner = _owner(ends, raw)
     begin, end = begins[owner], ends[owner]
     nearer = torch.where(2 * (raw - begin) < end - begin, begin, end)
@@ -276,15 +221,8 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     # Or each program has the same number of items, of those that there are.
     each = -(-there // plan.programs)
     alike = WHOLE_COST * each * longest * plan.programs <= (WHOLE_COST + 1) * total
-    item = torch.searchsorted(rank, run * each, right=True)
-    return torch.where(alike & (portion == 0), torch.cat([begins, ends[-1:]])[item], even)
-
-
-def _portion(plan: Plan, total: torch.Tensor, longest: torch.Tensor) -> torch.Tensor:
-    """Tiles of a portion; 0: nothing is dealt."""
-    each = total // plan.programs
-    dealt = (each >= plan.least) & (longest <= MOST_SHARES * each)
-    return torch.where(dealt, -(-each // (DEALT * max(1, plan.portions))), 0) if plan.portions else total * 0
+    item = torch.searchsorted(rank, program * each, right=True)
+    return torch.where(alike, torch.cat([begins, ends[-1:]])[item], even)
 
 
 def _fixed(plan: Plan, items: Items) -> WorkList:
@@ -335,12 +273,12 @@ def _pieces(
     return pieces.int()
 
 
-def _merges(n: int, item: torch.Tensor, run: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
-    """Slots and number of pieces of each item of a balanced plan: its pieces belong to successive runs."""
+def _merges(n: int, item: torch.Tensor, program: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """Slots and number of pieces of each item of a balanced plan: its pieces belong to successive programs."""
     item = torch.where(exists, item, n)
     count = torch.zeros(n + 1, dtype=torch.int64, device=item.device).index_add_(0, item, torch.ones_like(item))
     first = torch.full((n + 1,), torch.iinfo(torch.int64).max, device=item.device)
-    first = first.scatter_reduce_(0, item, run, "amin")[:n]
+    first = first.scatter_reduce_(0, item, program, "amin")[:n]
     first = torch.where(count[:n] > 0, first, 0)
     return torch.stack([2 * first + 1, 2 * first + 2, count[:n]], dim=1).int()
 

@@ -8,7 +8,6 @@ import torch
 import triton.experimental.gluon.language as gl
 
 from .. import errors
-from ..decode.plan import NOTHING_DEALT, Dealing
 from ..kernels import compiled
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
 from ..kernels.replay import Tape
@@ -24,9 +23,6 @@ from .launch import ROWS
 _MAX_HEAD_DIM = 256
 # Slots that a page has a multiple of: TMA writes whole rows of eight to shared memory.
 _ROW_GROUP = 8
-# Packed rows up to which shares are dealt, and how: on a GPU, and in the interpreter, where shares are small.
-_FEW_ROWS = 16
-DEALINGS = Dealing(8, 16), Dealing(2, 3)
 # By consumers and programs on a multiprocessor: registers of the producer and of consumers, and the option maxnreg.
 _REGISTERS = {(1, 2): (56, 200, 128), (1, 1): (96, 240, 168), (2, 1): (40, 232, 168)}
 
@@ -93,17 +89,7 @@ def shape(call: CacheCall) -> Shape:
         attention.packed, *dims, *blocks, tile.block_m, tile.block_n, call.problem.page_size or 0,
         box(call.problem, tile),
     )  # fmt: skip
-    rest = (call.plan.portions > 0 and call.plan.row_tiles == 1, call.plan.portions, tile.block_m // ROWS)
-    return Shape._make((*map(gl.constexpr, sizes), call.mode, *map(gl.constexpr, rest)))
-
-
-def dealing(problem: CacheProblem, tile: TileConfig) -> Dealing:
-    """Shares are dealt where one warpgroup attends to a few rows, for every portion leaves a partial result."""
-    call = problem.attention
-    few = tile.block_m == ROWS and call.seqlen_q * call.group_size <= _FEW_ROWS
-    if not few or is_latent(problem):
-        return NOTHING_DEALT
-    return DEALINGS[call.capability is None]
+    return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
 
 
 def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape) -> Results:
@@ -111,7 +97,7 @@ def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, t
     if is_latent(problem) and tile != _tile_of_latents(problem):
         fix = "leave the tile out"
         errors.fail(errors.ArgumentError, "tile", tile, f"{_tile_of_latents(problem)} alone for latents", fix)
-    return serve(problem, inputs, tile, tape, _attend, dealing(problem, tile))
+    return serve(problem, inputs, tile, tape, _attend)
 
 
 def _described(call: CacheCall, tape: Tape) -> list[Any]:

@@ -2,12 +2,11 @@
 
 One warp loads keys and values (TMA) into rings of tiles, and is as far ahead as they allow, across pieces of items too:
 what a decoder waits for is memory, so as many bytes as fit are always on their way. One warpgroup multiplies the packed
-rows of an item, padded to 64, with them, or two do, of 64 rows each, where a call has so many. The work is shared as
-for the kernel in plain Triton (`kernels.decode_plan`); but some multiprocessors get more from memory than others, so of
-a call of few rows, what shares begin with is dealt to whoever is done with the rest. Pieces that are no whole item
-leave a partial output and LSE, which `combine` merges.
+rows of an item, padded to 64, with them, or two do, of 64 rows each, where a call has so many. The work is dealt as for
+the kernel in plain Triton (`kernels.decode_plan`); pieces that are no whole item leave a partial output and LSE, which
+`combine` merges.
 
-HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per run.
+HBM: reads K and V in use once per row tile, q once per piece; writes o and lse once, and two partials per program.
 
 *Handles* caches in q's dtype, of rows or of pages that TMA can address (`cache`), with every option of
 `kvcache.CacheProblem` but an assumed maximum. *Not here*: fp8, values that are part of the keys (`latent`), appending,
@@ -43,16 +42,14 @@ from .scores import each_row, score_layout, unit_of
 _DIMS = gl.constexpr(64)
 # Threads of the loading warp: as many boxes of a tile can be looked up at once.
 _LANES = gl.constexpr(32)
-# Runs that may be on their way from the loading warp to the consumer: more than tiles, of which a run may have one.
-_LETTERS = gl.constexpr(4)
 
 
 class Shape(NamedTuple):
     """Compile-time sizes.
 
     BLOCK_D, BLOCK_DV: head dims in shared memory, where TMA fills what is missing with zeros.
-    PAGE: slots of a page, 0 of a contiguous cache; BOX: keys that TMA loads at once, a part of a page. MODE, ONE_TILE,
-    PORTIONS: see `decode_plan`. The fields that `combine` reads have the names that they have there.
+    PAGE: slots of a page, 0 of a contiguous cache; BOX: keys that TMA loads at once, a part of a page. MODE: see
+    `decode_plan`. The fields that `combine` reads have the names that they have there.
     """
 
     HEADS: Any
@@ -69,8 +66,6 @@ class Shape(NamedTuple):
     PAGE: Any
     BOX: Any
     MODE: Any
-    ONE_TILE: Any
-    PORTIONS: Any
     CONSUMERS: Any
 
 
@@ -86,56 +81,6 @@ def make_ring(desc, STAGES: gl.constexpr, shape):
 def lane_layout():
     """Registers of a number for each thread of the loading warp."""
     return gl.BlockedLayout([1], [32], [1], [0])
-
-
-@gluon.constexpr_function
-def group_layout(warps):
-    """Registers of groups that are looked at in one go: all of them in every warp, so that none waits for another."""
-    return gl.BlockedLayout([decode_plan.CHUNK.value // 32], [32], [warps], [0])
-
-
-@gluon.constexpr_function
-def letter_layout(warps):
-    """Registers of a run on its way: all of its numbers in every thread."""
-    return gl.BlockedLayout([8], [32], [warps], [0])
-
-
-@gluon.jit
-def make_mail(shape):
-    """A ring of runs, int32 [letters, 8]."""
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    letters = gl.allocate_shared_memory(gl.int32, [_LETTERS, 8], LINE)
-    return ring_of(letters, _LETTERS, shape.CONSUMERS)
-
-
-@gluon.jit
-def send(mail, run, i):
-    """Write a run as use i of the ring, once there is room."""
-    stage = i % mail.STAGES
-    at = gl.arange(0, 8, letter_layout(1))
-    letter = gl.where(at == 0, run.number, run.first)
-    letter = gl.where(at == 2, run.last, letter)
-    letter = gl.where(at == 3, run.group, letter)
-    letter = gl.where(at == 4, run.begin, letter)
-    mbarrier.wait(mail.empty.index(stage), ((i // mail.STAGES) & 1) ^ 1)
-    mail.tiles.index(stage).store(letter)
-    mbarrier.arrive(mail.full.index(stage), count=1)
-
-
-@gluon.jit
-def word(letter, place: gl.constexpr):
-    """A number of a letter."""
-    return gl.sum(gl.where(gl.arange(0, 8, letter_layout(4)) == place, letter, 0), 0)
-
-
-@gluon.jit
-def received(mail, i):
-    """The run of use i, once it is there."""
-    stage = i % mail.STAGES
-    mbarrier.wait(mail.full.index(stage), (i // mail.STAGES) & 1)
-    letter = mail.tiles.index(stage).load(letter_layout(4))
-    release(mail, i)
-    return decode_plan.Run(word(letter, 0), word(letter, 1), word(letter, 2), word(letter, 3), word(letter, 4))
 
 
 @gluon.jit
@@ -170,24 +115,25 @@ def fill(ring, desc, i, row, slot, h, pages, shape):
 
 
 @gluon.jit
-def load(rings, descs, parts, slots, run, division, i, limits, work, left, right, shape, PAIRED: gl.constexpr):
-    """The producer: the tiles of all pieces of a run, each as a use of every ring, from use i on; returns the next.
+def load(rings, descs, slots, mine, limits, work, left, right, shape, PAIRED: gl.constexpr):
+    """The producer: the tiles of all pieces of a program, one after the other, each as a use of every ring.
 
     PAIRED: rings have two stages, and every piece begins with the first; its uses are even, those of the second odd.
     """
     RINGS: gl.constexpr = len(rings)
     skipped = 0
-    unit = run.first
-    g = run.group
-    begin = run.begin
-    while unit < run.last:
+    program = gl.program_id(0)
+    i = 0
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            item = g * shape.HEADS_KV + h
-            piece = decode_plan.piece_of(unit, start, run, group, item, work, shape)
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             span = decode_plan.span_of(piece, group, None, left, right, shape)
             row = cache.row_of(slots, group.seq.b, limits).to(gl.int32)
             pages = row
@@ -208,51 +154,10 @@ def load(rings, descs, parts, slots, run, division, i, limits, work, left, right
             if PAIRED:
                 skipped += 2 * (i & 1)
                 i += i & 1
-            if not PAIRED:
-                # Consumers have no registers to spare; of latents this warp has fewer.
-                decode_plan.tell(parts, item, piece, run, division, start, group.units, shape)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
-    return i
-
-
-@gluon.jit
-def drawn(tickets, division, slots, limits, work, left, right, shape):
-    """The next run for a program: a portion that nobody has, or where there is none a run with the number -1."""
-    programs = gl.num_programs(0)
-    ticket = programs * shape.PORTIONS
-    if division.portion > 0:
-        ticket = gl.atomic_add(tickets, 1, sem="relaxed")
-        # Of each program one ticket is past the last portion; with the last of those no more are drawn.
-        if ticket == programs * (shape.PORTIONS + 1) - 1:
-            gl.store(tickets, 0)
-    run = decode_plan.Run(ticket * 0 - 1, ticket * 0, ticket * 0, ticket * 0, ticket * 0)
-    if ticket < programs * shape.PORTIONS:
-        groups = gl.arange(0, decode_plan.CHUNK, group_layout(1))
-        run = decode_plan.portion_of(ticket, division, groups, slots, limits, work, shape, left, right)
-    return run
-
-
-@gluon.jit
-def load_all(
-    rings, descs, mail, parts, slots, run, division, limits, work, left, right, shape, PAIRED: gl.constexpr
-):  # fmt: skip
-    """`load` for a program's own run, and then for portions as long as there are any, of which the consumer gets word.
-
-    One is drawn when all loads before it have been issued: what is on its way by then outlasts the look for the next.
-    """
-    i = 0
-    if shape.PORTIONS == 0:
-        load(rings, descs, parts, slots, run, division, i, limits, work, left, right, shape, PAIRED)
-    else:
-        sent = 0
-        while run.number >= 0:
-            i = load(rings, descs, parts, slots, run, division, i, limits, work, left, right, shape, PAIRED)
-            run = drawn(parts.tickets, division, slots, limits, work, left, right, shape)
-            send(mail, run, sent)
-            sent += 1
 
 
 @gluon.jit
@@ -370,8 +275,7 @@ def finished(acc, scale, shift, l_i, sink, variant):
 
 @gluon.jit
 def store(
-    acc, lse_rows, out, lse, parts, slot, seq, h, packed, limits, stat_rows, shape, W: gl.constexpr,
-    START: gl.constexpr,
+    acc, lse_rows, out, lse, parts, slot, seq, h, packed, stat_rows, shape, W: gl.constexpr, START: gl.constexpr,
 ):  # fmt: skip
     """The rows of consumer W of a whole item to the output, of another piece to its slot: of O the dims from START."""
     VALUES: gl.constexpr = acc.type.layout
@@ -388,7 +292,7 @@ def store(
         at = cache.stat_at(seq, head, packed // shape.GROUP, stat_rows, shape)
         gl.store(lse + at, lse_rows, mask=inside & (START == 0))
     else:
-        first = slot.to(gl.int64) * decode_plan.slot_rows(limits, shape)
+        first = slot.to(gl.int64) * shape.BLOCK_M
         rows = first + packed_of(0, W, gl.SliceLayout(1, VALUES))
         gl.store(parts.out + rows[:, None] * shape.HEAD_DIM_V + d[None, :], acc, mask=real)
         ROWS: gl.constexpr = packed.type.layout
@@ -436,119 +340,101 @@ def attend(
 
 
 @gluon.jit
-def clear_tail(out, lse, slots, limits, stat_rows, shape):
-    """Write 0 to rows that are no sequence's."""
+def leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape):
+    """A program's last words: which item it has cut, for who merges it, and 0 in rows that are no sequence's."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if parts.cuts is not None:
+        gl.store(parts.cuts + program * 4, cut_group)
+        gl.store(parts.cuts + program * 4 + 1, cut_head)
+        gl.store(parts.cuts + program * 4 + 2, cut_pieces)
     if shape.RAGGED:
         d = gl.arange(0, shape.BLOCK_DV, gl.BlockedLayout([shape.BLOCK_DV // 64], [32], [4], [0]))
-        cache.clear_tail(out, lse, slots, limits, gl.program_id(0), gl.num_programs(0), stat_rows, d, shape)
+        cache.clear_tail(out, lse, slots, limits, program, programs, stat_rows, d, shape)
 
 
 @gluon.jit
-def attend_run(
-    q, q_smem, k, v, agreement, out, lse, parts, slots, rope, tree, sinks, run, i, limits, work, variant,
-    extra, stat_rows, rope_length, left, right, shape, W: gl.constexpr,
+def compute(
+    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
+    stat_rows, rope_length, left, right, shape, W: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W's part of all pieces of a run; returns the next use of the rings."""
-    unit = run.first
-    g = run.group
-    begin = run.begin
-    while unit < run.last:
+    """Consumer W: 64 packed rows of every item."""
+    program = gl.program_id(0)
+    q_smem = q_tiles.index(W)
+    i = 0
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    # (See the kernel in plain Triton: these must not begin as another name does.)
+    cut_group = g * 0
+    cut_head = cut_group
+    cut_pieces = cut_group
+    while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            piece = decode_plan.piece_of(unit, start, run, group, g * shape.HEADS_KV + h, work, shape)
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             # Nobody reads the last item's rows any more: all have met where its last keys were released.
             fetch(q, q_smem, group, h, slots, rope, rope_length, limits, shape, W, 0, shape.BLOCK_D)
             cta_barrier()
             o, lse_rows, packed, i = attend(
                 q_smem, k, v, agreement, piece, group, h, i, sinks, tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
-            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, limits, stat_rows, shape, W, 0)
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, W, 0)
+            if piece.is_first & (piece.slot >= 0):
+                cut_group = g
+                cut_head = h
+                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
-    return i
-
-
-@gluon.jit
-def compute(
-    q, k, v, q_tiles, agreement, mail, out, lse, parts, slots, rope, tree, sinks, run, limits, work, variant,
-    extra, stat_rows, rope_length, left, right, shape, W: gl.constexpr,
-):  # fmt: skip
-    """Consumer W: 64 packed rows of every item, in the program's own run and those that its loading warp draws."""
-    q_smem = q_tiles.index(W)
-    i = 0
-    if shape.PORTIONS == 0:
-        i = attend_run(
-            q, q_smem, k, v, agreement, out, lse, parts, slots, rope, tree, sinks, run, i, limits, work,
-            variant, extra, stat_rows, rope_length, left, right, shape, W,
-        )  # fmt: skip
-    else:
-        seen = 0
-        while run.number >= 0:
-            i = attend_run(
-                q, q_smem, k, v, agreement, out, lse, parts, slots, rope, tree, sinks, run, i, limits, work,
-                variant, extra, stat_rows, rope_length, left, right, shape, W,
-            )  # fmt: skip
-            run = received(mail, seen)
-            seen += 1
     if W == 0:
-        clear_tail(out, lse, slots, limits, stat_rows, shape)
+        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])
 def decode_kernel(
     q, k_desc, v_desc, out, lse, parts, slots, rope, tree, sinks, variant, extra, shape,
     batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
-    whole, least, stat_rows, rope_length, left, right,
+    whole, stat_rows, rope_length, left, right,
     EARLY: gl.constexpr, STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
-    # What reads no memory is done while the kernel before this one may still run.
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
+    work = Work(row_tiles, splits, cut, whole)
+    # All of them in every warp, so that none waits for another.
+    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [4], [0]))
+    mine = decode_plan.share(
+        gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
+    )  # fmt: skip
     k = make_ring(k_desc, STAGES, shape)
     v = make_ring(v_desc, STAGES, shape)
     tile: gl.constexpr = [shape.CONSUMERS, 64, shape.BLOCK_D]
     q_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, gl.NVMMASharedLayout(128, 16, rank=2))
     agreement = unread.make_agreement(shape.CONSUMERS, shape.BLOCK_N)
-    mail = agreement
-    if shape.PORTIONS > 0:
-        mail = make_mail(shape)
     fence_async_shared()
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
-    work = Work(row_tiles, splits, cut, whole, least)
-    groups = gl.arange(0, decode_plan.CHUNK, group_layout(4))
-    run, division = decode_plan.share(
-        gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
-    )  # fmt: skip
     specialize(
         [
             (
                 compute,
                 (
-                    q, k, v, q_tiles, agreement, mail, out, lse, parts, slots, rope, tree, sinks, run, limits,
-                    work, variant, extra, stat_rows, rope_length, left, right, shape, 0,
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
+                    variant, extra, stat_rows, rope_length, left, right, shape, 0,
                 ),
             ),
             (
                 compute,
                 (
-                    q, k, v, q_tiles, agreement, mail, out, lse, parts, slots, rope, tree, sinks, run, limits,
-                    work, variant, extra, stat_rows, rope_length, left, right, shape, 1,
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
+                    variant, extra, stat_rows, rope_length, left, right, shape, 1,
                 ),
             ),
-            (
-                load_all,
-                (
-                    (k, v), (k_desc, v_desc), mail, parts, slots, run, division, limits, work, left, right, shape,
-                    False,
-                ),
-            ),
+            (load, ((k, v), (k_desc, v_desc), slots, mine, limits, work, left, right, shape, False)),
         ],
         [4 * (shape.CONSUMERS - 1), 1],
         [CONSUMER_REGS, PRODUCER_REGS],

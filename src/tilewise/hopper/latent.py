@@ -36,19 +36,7 @@ from ..kernels.cache import Limits
 from ..kernels.decode_plan import Work
 from ..kernels.score import LOG2E, Sequence
 from . import scores, unread
-from .decode import (
-    clear_tail,
-    fetch,
-    finished,
-    group_layout,
-    load_all,
-    make_ring,
-    packed_of,
-    row_sums,
-    seen_keys,
-    sink_of,
-    store,
-)
+from .decode import fetch, finished, leave, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
 from .pipeline import arrived, reinterpret, release, ring_of, specialize
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
@@ -354,45 +342,51 @@ def fetch_all(q, buffers, group, h, slots, rope, rope_length, limits, shape, W: 
 
 @gluon.jit
 def compute(
-    q, buffers, out, lse, parts, slots, rope, tree, sinks, run, division, limits, work, variant, extra, stat_rows,
-    rope_length, left, right, shape, W: gl.constexpr,
+    q, buffers, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra, stat_rows, rope_length,
+    left, right, shape, W: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: its tiles of every item, and its half of every output."""
+    program = gl.program_id(0)
     even = 0
     odd = 1
-    unit = run.first
-    g = run.group
-    begin = run.begin
-    while unit < run.last:
+    unit = mine.first
+    g = mine.group
+    begin = mine.begin
+    # (See the kernel in plain Triton: these must not begin as another name does.)
+    cut_group = g * 0
+    cut_head = cut_group
+    cut_pieces = cut_group
+    while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            item = g * shape.HEADS_KV + h
-            piece = decode_plan.piece_of(unit, start, run, group, item, work, shape)
-            if W == 0:
-                decode_plan.tell(parts, item, piece, run, division, start, group.units, shape)
+            piece = decode_plan.piece_of(unit, start, program, mine, group, g * shape.HEADS_KV + h, work, shape)
             q_rest = fetch_all(q, buffers, group, h, slots, rope, rope_length, limits, shape, W)
             state, packed, heads, uses = attend(
                 q_rest, buffers, piece, group, h, (even, odd), tree, limits, variant, extra, left, right, shape, W
             )  # fmt: skip
             even, odd = uses
             o, lse_rows = merged(state, buffers, sink_of(sinks, heads, piece), variant, W)
-            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, limits, stat_rows, shape, 0, W * HALF)
+            store(o, lse_rows, out, lse, parts, piece.slot, group.seq, h, packed, stat_rows, shape, 0, W * HALF)
+            if piece.is_first & (piece.slot >= 0):
+                cut_group = g
+                cut_head = h
+                cut_pieces = decode_plan.pieces_from(program, mine, start, group.units)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
             g += 1
     if W == 0:
-        clear_tail(out, lse, slots, limits, stat_rows, shape)
+        leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_rows, shape)
 
 
 @gluon.jit(do_not_specialize=[*cache.LIMITS, *decode_plan.WORK, "stat_rows", "rope_length", "left", "right"])
 def latent_kernel(
     q, left_desc, right_desc, rest_desc, out, lse, parts, slots, rope, tree, sinks, variant, extra, shape,
     batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch, row_tiles, splits, cut,
-    whole, least, stat_rows, rope_length, left, right,
+    whole, stat_rows, rope_length, left, right,
     EARLY: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
@@ -400,9 +394,10 @@ def latent_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
-    work = Work(row_tiles, splits, cut, whole, least)
-    groups = gl.arange(0, decode_plan.CHUNK, group_layout(4))
-    run, division = decode_plan.share(
+    work = Work(row_tiles, splits, cut, whole)
+    # All of them in every warp, so that none waits for another.
+    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [4], [0]))
+    mine = decode_plan.share(
         gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
     )  # fmt: skip
     buffers = make_buffers(left_desc, rest_desc, shape)
@@ -413,18 +408,18 @@ def latent_kernel(
             (
                 compute,
                 (
-                    q, buffers, out, lse, parts, slots, rope, tree, sinks, run, division, limits, work, variant, extra,
+                    q, buffers, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
                     stat_rows, rope_length, left, right, shape, 0,
                 ),
             ),
             (
                 compute,
                 (
-                    q, buffers, out, lse, parts, slots, rope, tree, sinks, run, division, limits, work, variant, extra,
+                    q, buffers, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
                     stat_rows, rope_length, left, right, shape, 1,
                 ),
             ),
-            (load_all, (rings, descs, None, parts, slots, run, division, limits, work, left, right, shape, True)),
+            (load, (rings, descs, slots, mine, limits, work, left, right, shape, True)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

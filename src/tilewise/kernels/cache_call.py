@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import tiles
-from ..decode.plan import NOTHING_DEALT, Dealing, Plan
+from ..decode.plan import Plan
 from ..kvcache import PER_PAGE, CacheInputs, CacheProblem
 from ..mask_algebra import Frame
 from ..masks import Full
@@ -29,8 +29,6 @@ from .rows import rows_of
 
 # Tokens times dims that a program appends, a head at a time.
 _APPENDED = 2048
-# Registers of a thread that merges: eight programs share a multiprocessor, for most have nothing to do, or hardly any.
-_MERGING = 64
 _INTEGERS = (
     "cache_seqlens", "cache_leftpad", "cache_batch_idx", "page_table", "cu_seqlens_q", "rotary_positions",
 )  # fmt: skip
@@ -128,7 +126,7 @@ class CacheCall:
         plan, static = self.plan, self.problem.static
         # A cut past the capacity is none; kept below it, no sum passes an int32.
         cut = min(static.split_size or static.num_splits or 0, _round_up(max(plan.capacity, 1), 128))
-        return (max(1, plan.row_tiles), plan.splits if not plan.balanced else 0, cut, plan.whole, plan.least)
+        return (max(1, plan.row_tiles), plan.splits if not plan.balanced else 0, cut, plan.whole)
 
     @property
     def mode(self) -> tl.constexpr:
@@ -210,12 +208,11 @@ def read_only(call: CacheCall, tape: Tape) -> tuple[torch.Tensor | None, torch.T
 def parts_of(call: CacheCall, tape: Tape) -> Parts:
     """Memory for partial results: a kernel is the same whether there is anything to merge or not."""
     plan, device = call.plan, call.inputs.q.device
-    of_slots = (max(1, plan.slots), plan.slot_rows)
+    of_slots = (max(1, plan.slots), plan.block_m)
     return Parts(
         tape.empty((*of_slots, plan.head_dim_v), torch.float32, device),
         tape.empty(of_slots, torch.float32, device),
-        tape.empty((plan.items, 2), torch.int32, device) if plan.balanced else None,
-        tape.counter(device) if plan.portions else None,
+        tape.empty((plan.programs, 4), torch.int32, device) if plan.balanced else None,
     )
 
 
@@ -226,29 +223,21 @@ def merge(
     plan, attention = call.plan, call.problem.attention
     if not plan.balanced and plan.splits == 1:
         return
-    rows = min(plan.block_m, plan.rows)
+    rows = min(plan.block_m, max(1, attention.seqlen_q * attention.group_size))
     arguments = (
         rows_of(results[0], attention.packed), results[1], parts, call.slots, sizes, *call.limits, *call.work,
         stat_rows(call), rows, *band, call.early,
     )  # fmt: skip
-    lanes = min(plan.programs, plan.items) if plan.balanced else plan.items
-    tape.launch(combine.combine_kernel, lanes * rows, arguments, num_warps=4, maxnreg=_MERGING, **call.early_options)
+    items = plan.programs if plan.balanced else plan.items
+    tape.launch(combine.combine_kernel, items * rows, arguments, num_warps=4, **call.early_options)
 
 
-def serve(
-    problem: CacheProblem,
-    inputs: CacheInputs,
-    tile: TileConfig,
-    tape: Tape,
-    attend: Attend,
-    dealing: Dealing = NOTHING_DEALT,
-) -> Results:
+def serve(problem: CacheProblem, inputs: CacheInputs, tile: TileConfig, tape: Tape, attend: Attend) -> Results:
     """Append, and have `attend` fill ``out``, in `out_dtype`, and ``lse``, fp32, where they have rows."""
     inputs = _dense(inputs)
     attention, q = problem.attention, inputs.q
     whole = max(1, tiles.WHOLE_KEYS // tile.block_n)
-    programs = tile.programs * processors(inputs.q.device)
-    plan = Plan.of(problem, tile.block_m, tile.block_n, programs, whole, dealing)
+    plan = Plan.of(problem, tile.block_m, tile.block_n, tile.programs * processors(inputs.q.device), whole)
     call = CacheCall(problem, inputs, tile, plan)
     out = tape.empty(attention.out_shape(q), attention.out_dtype, q.device)
     lse = tape.empty(attention.lse_shape(q), torch.float32, q.device)

@@ -2,8 +2,7 @@
 
 Items that differ by their key head alone have the same keys, so they are counted together, as a *group*: group
 ``g = b · row_tiles + m``, with ``units`` for each of its heads. A unit is what cannot be cut: a tile of keys of a
-balanced plan, a piece of a fixed one. Programs share all units, group after group and head after head, evenly; what of
-a share is dealt, in portions, goes to whoever draws its *ticket* first.
+balanced plan, a piece of a fixed one. Programs share all units, group after group and head after head, evenly.
 """
 
 from __future__ import annotations
@@ -24,17 +23,12 @@ BY_NUMBER = tl.constexpr(2)
 SPLIT_UNIT = tl.constexpr(128)
 # `decode.plan.WHOLE_COST`.
 WHOLE_COST = tl.constexpr(12)
-# `decode.plan.SLOT_ROWS`.
-SLOT_ROWS = tl.constexpr(8)
-# `decode.plan.DEALT` and `MOST_SHARES`.
-DEALT = tl.constexpr(8)
-MOST_SHARES = tl.constexpr(40)
 # Groups that a program looks at in one go.
 CHUNK = tl.constexpr(128)
 
 
 # Parameters of kernels that become `Work`.
-WORK = ["row_tiles", "splits", "cut", "whole", "least"]
+WORK = ["row_tiles", "splits", "cut", "whole"]
 
 
 class Work(NamedTuple):
@@ -44,7 +38,6 @@ class Work(NamedTuple):
     splits: Any
     cut: Any
     whole: Any
-    least: Any
 
 
 class Group(NamedTuple):
@@ -59,24 +52,15 @@ class Group(NamedTuple):
     units: Any
 
 
-class Division(NamedTuple):
-    """How units are shared: ``total`` evenly among `busy` programs; a portion of what is dealt has so many, 0: no share
-    is dealt.
+class Share(NamedTuple):
+    """The units ``first .. last`` of a program, of ``total`` that `busy` programs have; the group that holds the first,
+    and where it begins.
     """
 
-    total: Any
-    busy: Any
-    portion: Any
-
-
-class Run(NamedTuple):
-    """The units ``first .. last``, which are done one after the other; the run's number, the group that holds the first
-    of them, and where that begins.
-    """
-
-    number: Any
     first: Any
     last: Any
+    total: Any
+    busy: Any
     group: Any
     begin: Any
 
@@ -92,36 +76,23 @@ class Piece(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Partial results: fp32 [slots, slot_rows, head_dim_v] and [slots, slot_rows], and what programs tell `combine`.
+    """Partial results: fp32 [slots, BLOCK_M, head_dim_v] and [slots, BLOCK_M], and what programs tell `combine`.
 
-    `cuts`, int32 [items, 2], of a balanced plan: how many pieces an item has, and the run that has the first.
-    `tickets`, int32 [1], where portions may be dealt: how many have been drawn; 0 before and after.
+    `cuts`, int32 [programs, 4], of a balanced plan: for each program the item whose first piece is its last one, as
+    group and key head, and how many pieces that has; 0: there is none.
     """
 
     out: Any
     lse: Any
     cuts: Any
-    tickets: Any
-
-
-@triton.jit
-def sequence_of(g, work, shape):
-    """Sequence and row tile of groups g; where there is but one to a sequence, nothing is divided."""
-    b = g
-    # That is 0: were it known, what depends on rows alone would be computed before all loops, and spilled.
-    m = g >> 30
-    if not shape.ONE_TILE:
-        b = g // work.row_tiles
-        m = g % work.row_tiles
-    return b, m
 
 
 @triton.jit
 def group_of(g, slots, limits, work, shape, left, right):
     """Groups g, a scalar or a tile."""
-    b, m = sequence_of(g, work, shape)
+    b = g // work.row_tiles
     seq = cache.locate(slots, b, 0, limits, shape.TOP_LEFT)
-    row0 = m * shape.BLOCK_M
+    row0 = (g % work.row_tiles) * shape.BLOCK_M
     rows = seq.len_q * shape.GROUP
     first_row = row0 // shape.GROUP
     last_row = (tl.minimum(row0 + shape.BLOCK_M, rows) - 1) // shape.GROUP + 1
@@ -179,26 +150,15 @@ def _bound(raw, total, before, units, work, shape):
 
 
 @triton.jit
-def _more(units, c, offs, slots, limits, work, shape, left, right):
-    """Units of the groups from c on, given those of the first ones.
-
-    They are loaded but once where shares are dealt; the latents' kernel has no registers for them, and would spill.
-    """
-    if (shape.PORTIONS == 0) | (c > 0):
-        units = _units(c + offs, slots, limits, work, shape, left, right)
-    return units
-
-
-@triton.jit
-def _totals(units, offs, slots, limits, work, shape, left, right):
-    """Units of one head of all groups, the most of a group, and how many have any; of the first groups, `units`."""
+def _totals(offs, slots, limits, work, shape, left, right):
+    """Of all groups: units of one head together, the most that one has, and how many have any."""
     CHUNK: tl.constexpr = offs.shape[0]
     groups = limits.batch * work.row_tiles
     total = groups * 0
     longest = total
     there = total
     for c in range(0, groups, CHUNK):
-        units = _more(units, c, offs, slots, limits, work, shape, left, right)
+        units = _units(c + offs, slots, limits, work, shape, left, right)
         total += tl.sum(units, 0)
         if shape.MODE == BALANCED:
             longest = tl.maximum(longest, tl.max(units, 0))
@@ -207,29 +167,26 @@ def _totals(units, offs, slots, limits, work, shape, left, right):
 
 
 @triton.jit
-def _portion(total, longest, programs, work, shape):
-    """Units of a portion: shares are dealt if they have enough, and no item takes long to merge."""
-    each = total // programs
-    dealt = (each >= work.least) & (longest <= MOST_SHARES * each)
-    return tl.where(dealt, tl.cdiv(each, DEALT * shape.PORTIONS), 0)
-
-
-@triton.jit
-def _start(program, division):
-    """Where a program's share begins, but for items that are not cut.
-
-    It is ``p * total // busy``, of which no part passes what an int32 holds: longer numbers divide slowly.
-    """
-    at = tl.minimum(program, division.busy)
-    each = division.total // division.busy
-    return at * each + at * (division.total - each * division.busy) // division.busy
-
-
-@triton.jit
-def _located(number, raw0, raw1, item0, whole, total, units, offs, slots, limits, work, shape, left, right):
-    """The units `raw0` to `raw1`, or of `whole` items from `item0` on; of the first groups, `units`."""
+def share(program, programs, offs, slots, limits, work, shape, left, right):
+    """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
     CHUNK: tl.constexpr = offs.shape[0]
     groups = limits.batch * work.row_tiles
+    total, longest, there = _totals(offs, slots, limits, work, shape, left, right)
+    total = total * shape.HEADS_KV
+    items = there * shape.HEADS_KV
+    busy = tl.minimum(tl.maximum(total, 1), _with_work(total, longest, items, programs, shape))
+    # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
+    each = total // busy
+    over = total - each * busy
+    at0 = tl.minimum(program, busy)
+    at1 = tl.minimum(program + 1, busy)
+    raw0 = at0 * each + at0 * over // busy
+    raw1 = at1 * each + at1 * over // busy
+    # With whole items alone, how many come before each bound; those of a group follow each other.
+    whole = groups * 0
+    if shape.MODE == BALANCED:
+        whole = _items_each(total, longest, items, programs)
+    item0 = program * whole
     item1 = item0 + whole
     # Of both bounds the group that holds it, units before that and of it.
     g0 = groups * 0
@@ -240,7 +197,7 @@ def _located(number, raw0, raw1, item0, whole, total, units, offs, slots, limits
     sofar = g0
     items_before = g0
     for c in range(0, groups, CHUNK):
-        units = _more(units, c, offs, slots, limits, work, shape, left, right)
+        units = _units(c + offs, slots, limits, work, shape, left, right)
         ends = sofar + tl.cumsum(units, 0) * shape.HEADS_KV
         begins = ends - units * shape.HEADS_KV
         past0 = ends <= raw0
@@ -266,65 +223,21 @@ def _located(number, raw0, raw1, item0, whole, total, units, offs, slots, limits
     first = _bound(raw0, total, before0, units0, work, shape)
     last = _bound(raw1, total, before1, units1, work, shape)
     if shape.MODE == BALANCED:
-        first = tl.where(whole > 0, tl.where(item0 < items_before, raw0, total), first)
-        last = tl.where(whole > 0, tl.where(item1 < items_before, raw1, total), last)
-    return Run(number, first, last, g0, before0)
+        first = tl.where(whole > 0, tl.where(item0 < items, raw0, total), first)
+        last = tl.where(whole > 0, tl.where(item1 < items, raw1, total), last)
+    return Share(first, last, total, busy, g0, before0)
 
 
 @triton.jit
-def share(program, programs, offs, slots, limits, work, shape, left, right):
-    """What a program has to do on its own, and how all is divided.
-
-    `offs` are the numbers below a power of two, of groups that it looks at in one go.
-    """
-    units = _units(offs, slots, limits, work, shape, left, right)
-    total, longest, there = _totals(units, offs, slots, limits, work, shape, left, right)
-    total = total * shape.HEADS_KV
-    items = there * shape.HEADS_KV
-    busy = _with_work(total, longest, items, programs, shape)
-    # With whole items alone, how many a program has; those of a group follow each other.
-    whole = total * 0
-    if shape.MODE == BALANCED:
-        whole = _items_each(total, longest, items, programs)
-    portion = total * 0
-    number = program
-    if shape.PORTIONS > 0:
-        portion = _portion(total, longest, programs, work, shape)
-        busy = tl.where(portion > 0, programs, busy)
-        whole = tl.where(portion > 0, 0, whole)
-        number = tl.where(portion > 0, program * (shape.PORTIONS + 1) + shape.PORTIONS, program)
-    division = Division(total, tl.minimum(tl.maximum(total, 1), busy), portion)
-    raw0 = _start(program, division) + portion * shape.PORTIONS
-    raw1 = _start(program + 1, division)
-    own = _located(
-        number, raw0, raw1, program * whole, whole, total, units, offs, slots, limits, work, shape, left, right
-    )  # fmt: skip
-    return own, division
-
-
-@triton.jit
-def portion_of(ticket, division, offs, slots, limits, work, shape, left, right):
-    """The run that goes with a ticket, of as many as there are portions; `offs`: see `share`."""
-    program = ticket // shape.PORTIONS
-    part = ticket % shape.PORTIONS
-    raw = _start(program, division) + part * division.portion
-    units = _units(offs, slots, limits, work, shape, left, right)
-    return _located(
-        ticket + program, raw, raw + division.portion, 0, 0, division.total, units, offs, slots, limits, work, shape,
-        left, right,
-    )  # fmt: skip
-
-
-@triton.jit
-def piece_of(unit, begin, run, group, item, work, shape):
-    """The piece that starts with `unit` of a run, of an item that starts with `begin`."""
+def piece_of(unit, begin, program, mine, group, item, work, shape):
+    """The piece that starts with `unit`, of an item that starts with `begin`, in the share `mine` of a program."""
     local = unit - begin
     if shape.MODE == BALANCED:
-        stop = tl.minimum(begin + group.units, run.last)
+        stop = tl.minimum(begin + group.units, mine.last)
         tile = group.lo // shape.BLOCK_N
         lo = (tile + local) * shape.BLOCK_N
         hi = (tile + stop - begin) * shape.BLOCK_N
-        slot = 2 * run.number + (local == 0).to(tl.int32)
+        slot = 2 * program + (local == 0).to(tl.int32)
         alone = (local == 0) & (stop == begin + group.units)
     else:
         stop = unit + 1
@@ -344,35 +257,10 @@ def piece_of(unit, begin, run, group, item, work, shape):
 
 
 @triton.jit
-def run_of(unit, division, shape):
-    """The number of the run that has a unit of an item which may be cut."""
-    program = (((unit + 1).to(tl.int64) * division.busy + division.total - 1) // division.total - 1).to(tl.int32)
-    number = program
-    if shape.PORTIONS > 0:
-        part = (unit - _start(program, division)) // tl.maximum(division.portion, 1)
-        dealt = program * (shape.PORTIONS + 1) + tl.minimum(part, shape.PORTIONS)
-        number = tl.where(division.portion > 0, dealt, program)
-    return number
-
-
-@triton.jit
-def slot_rows(limits, shape):
-    """Rows of a slot: `decode.plan.Plan.slot_rows`."""
-    rows = shape.BLOCK_M
-    if shape.PORTIONS > 0:
-        rows = tl.minimum(tl.cdiv(limits.seqlen_q * shape.GROUP, SLOT_ROWS) * SLOT_ROWS, shape.BLOCK_M)
-    return rows
-
-
-@triton.jit
-def tell(parts, item, piece, run, division, begin, units, shape):
-    """Who has an item's first piece says where the others are."""
-    if parts.cuts is not None:
-        pieces = begin * 0 + 1
-        if piece.is_first & (piece.slot >= 0):
-            pieces = run_of(begin + units - 1, division, shape) - run.number + 1
-        tl.store(parts.cuts + item * 2, pieces, mask=piece.is_first)
-        tl.store(parts.cuts + item * 2 + 1, run.number, mask=piece.is_first)
+def pieces_from(program, mine, begin, units):
+    """Of a balanced plan, how many pieces the item has whose first is the last of this program's share `mine`."""
+    last = ((begin + units).to(tl.int64) * mine.busy + mine.total - 1) // mine.total - 1
+    return (last - program + 1).to(tl.int32)
 
 
 @triton.jit

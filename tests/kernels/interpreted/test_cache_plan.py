@@ -13,7 +13,7 @@ from tilewise import _triton
 from tilewise._triton.cache_launch import shape
 from tilewise._triton.decode import FEW_GROUPS
 from tilewise.cache_arguments import prepare
-from tilewise.decode.plan import NOTHING_DEALT, Dealing, Plan, work_list
+from tilewise.decode.plan import Plan, work_list
 from tilewise.kernels import decode_plan
 from tilewise.kernels.cache import Limits, Slots
 from tilewise.kernels.cache_call import CacheCall
@@ -30,51 +30,32 @@ FIELDS = 8
 @triton.jit
 def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
     found, count, slots, shape, batch, seqlen_q, total_q, new, capacity, rows, table_row, tree_batch, row_tiles, splits,
-    cut, whole, least, left, right, WIDTH: tl.constexpr,
+    cut, whole, left, right, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What a program of `decode` would do: sequence, row tile, head, keys, slot, run, pieces of a cut item.
-
-    Portions are drawn from the last ticket to the first.
-    """
+    """What a program of `decode` would do: sequence, row tile, head, keys, slot, program, pieces of a cut item."""
     limits = Limits(batch, seqlen_q, total_q, new, capacity, rows, table_row, tree_batch)
-    work = Work(row_tiles, splits, cut, whole, least)
+    work = Work(row_tiles, splits, cut, whole)
     p, programs = tl.program_id(0), tl.num_programs(0)
-    offs = tl.arange(0, WIDTH)
-    run, division = decode_plan.share(p, programs, offs, slots, limits, work, shape, left, right)
-    pieces_of_run(found, count, slots, shape, limits, work, run, division, left, right)
-    if shape.PORTIONS > 0:
-        portions = tl.where(division.portion > 0, programs * shape.PORTIONS, 0)
-        ticket = portions - 1 - tl.atomic_add(count + 1, 1)
-        while ticket >= 0:
-            run = decode_plan.portion_of(ticket, division, offs, slots, limits, work, shape, left, right)
-            pieces_of_run(found, count, slots, shape, limits, work, run, division, left, right)
-            ticket = portions - 1 - tl.atomic_add(count + 1, 1)
-
-
-@triton.jit
-def pieces_of_run(  # type: ignore[no-untyped-def]
-    found, count, slots, shape, limits, work, run, division, left, right
-):  # fmt: skip
-    """The pieces of a run."""
-    unit, g, begin = run.first, run.group, run.begin
-    while unit < run.last:
+    mine = decode_plan.share(p, programs, tl.arange(0, WIDTH), slots, limits, work, shape, left, right)
+    unit, g, begin = mine.first, mine.group, mine.begin
+    while unit < mine.last:
         group = decode_plan.group_of(g, slots, limits, work, shape, left, right)
         width = group.units * shape.HEADS_KV
         if unit < begin + width:
             h = (unit - begin) // group.units
             start = begin + h * group.units
-            piece = decode_plan.piece_of(unit, start, run, group, g * shape.HEADS_KV + h, work, shape)
+            piece = decode_plan.piece_of(unit, start, p, mine, group, g * shape.HEADS_KV + h, work, shape)
             merged = 0
             if piece.is_first & (piece.slot >= 0):
-                merged = decode_plan.run_of(start + group.units - 1, division, shape) - run.number + 1
+                merged = decode_plan.pieces_from(p, mine, start, group.units)
             at = found + tl.atomic_add(count, 1) * 8
             tl.store(at, group.seq.b)
-            tl.store(at + 1, g % work.row_tiles)
+            tl.store(at + 1, g % row_tiles)
             tl.store(at + 2, h)
             tl.store(at + 3, piece.lo)
             tl.store(at + 4, piece.hi)
             tl.store(at + 5, piece.slot)
-            tl.store(at + 6, run.number)
+            tl.store(at + 6, p)
             tl.store(at + 7, merged)
             unit = piece.stop
         if unit >= begin + width:
@@ -100,12 +81,7 @@ CUTS: list[dict[str, int]] = [{}, {"split_size": 128}, {"split_size": 384}, {"nu
 
 
 def posed(
-    used: tuple[int, ...],
-    rows: int = 1,
-    ragged: tuple[int, ...] | None = None,
-    programs: int = 5,
-    dealing: Dealing = NOTHING_DEALT,
-    **options: Any,
+    used: tuple[int, ...], rows: int = 1, ragged: tuple[int, ...] | None = None, programs: int = 5, **options: Any
 ) -> CacheCall:
     """A call of 4 over 2 heads."""
     batch = len(used)
@@ -115,7 +91,7 @@ def posed(
         options |= {"cu_seqlens_q": offsets, "max_seqlen_q": max(ragged)}
     q, cache = torch.zeros(*lead, 4, 16), torch.zeros(batch, 1024, 2, 16)
     problem, inputs = prepare(q, cache, cache.clone(), torch.tensor(used, dtype=torch.int32), **options)
-    return CacheCall(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, programs, 4, dealing))
+    return CacheCall(problem, inputs, TILE, Plan.of(problem, TILE.block_m, TILE.block_n, programs, whole=4))
 
 
 def named(rows: list[list[int]]) -> list[tuple[int, ...]]:
@@ -123,26 +99,20 @@ def named(rows: list[list[int]]) -> list[tuple[int, ...]]:
     return sorted((*row[:3], *(row[3:5] if row[3] < row[4] else (0, 0)), *row[5:]) for row in rows)
 
 
-DEALINGS = [NOTHING_DEALT, Dealing(2, 3), Dealing(8, 16)]
-# With one of these: balanced plans with every dealing, the others without.
-WAYS = [*((cuts, NOTHING_DEALT) for cuts in CUTS), *(({}, dealing) for dealing in DEALINGS[1:])]
-
-
 @pytest.mark.parametrize("width", [FEW_GROUPS, decode_plan.CHUNK], ids=["few", "many"])
-@pytest.mark.parametrize("cuts, dealing", WAYS, ids=str)
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_pieces(name: str, cuts: dict[str, int], dealing: Dealing, width: tl.constexpr) -> None:
-    call = posed(**{**CALLS[name], **cuts}, dealing=dealing)
+def test_pieces(name: str, cuts: dict[str, int], width: tl.constexpr) -> None:
+    call = posed(**{**CALLS[name], **cuts})
     left, right = band(call.problem)
     want = work_list(call.plan, lengths(call.problem, call.inputs), left, right)
     found = torch.full((call.plan.max_pieces + 4, FIELDS), -7, dtype=torch.int32)
-    count = torch.zeros(2, dtype=torch.int32)
+    count = torch.zeros(1, dtype=torch.int32)
     slots: Slots = call.slots
-    sizes = shape(call)._replace(PORTIONS=tl.constexpr(call.plan.portions))
     pieces_kernel[(call.plan.programs,)](
-        found, count, slots, sizes, *call.limits, *call.work, left, right, width.value
+        found, count, slots, shape(call), *call.limits, *call.work, left, right, width.value
     )  # fmt: skip
-    got = found[: int(count[0])].tolist()
+    got = found[: int(count)].tolist()
     assert named([row[:6] for row in got]) == named(want.pieces[want.pieces[:, 0] >= 0].tolist())
     if call.plan.balanced:
         counts = {tuple(row[:3]): row[7] for row in got if row[7]}
@@ -151,5 +121,5 @@ def test_pieces(name: str, cuts: dict[str, int], dealing: Dealing, width: tl.con
         assert counts == {item: merge[2] for item, merge in cut.items()}
         firsts = {tuple(row[:3]): row[5:7] for row in got if row[7]}
         for item, (first, second, _) in cut.items():
-            slot, run = firsts[item]
-            assert (slot, 2 * (run + 1)) == (first, second)
+            slot, program = firsts[item]
+            assert (slot, 2 * (program + 1)) == (first, second)

@@ -11,8 +11,6 @@ from agreement import draw
 from tilewise import cpu, hopper
 from tilewise.cache_arguments import prepare
 from tilewise.hopper.interpreter import language
-from tilewise.hopper.interpreter.memory import plain
-from tilewise.kernels import counters, decode_plan
 
 NAN = float("nan")
 USED = (300, 0, 77)
@@ -74,49 +72,3 @@ def test_in_whatever_order_partitions_and_memory_meet(seed: int, monkeypatch: py
     out, _ = hopper.attend_cache(problem, inputs)
     torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3, equal_nan=True)
     assert out.isnan().any() and not out[:, :, :2].isnan().any()
-
-
-# Options of a call of 3 sequences, one row and 4 over 2 heads, whose shares are dealt.
-DEALT: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": (700, 0)},
-    "modified": {"softcap": 3.0, "alibi_slopes": torch.rand(4), "sinks": torch.rand(4)},
-    "ragged": {"cu_seqlens_q": torch.tensor([0, 1, 2, 3]).int(), "max_seqlen_q": 1},
-}
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", DEALT)
-@pytest.mark.parametrize("seed", range(2))
-def test_dealt_shares(seed: int, name: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever draws which portion, results have the same bits, and the counter is 0 again."""
-    monkeypatch.setattr(language, "seeds", iter(range(seed, 1000)))
-    used = (1500, 0, 2048)
-    caches = [draw(3, 2048, 2, 64, dtype=torch.float16, seed=i) for i in (1, 2)]
-    for x in caches:
-        for b, n in enumerate(used):
-            x[b, n:] = NAN
-    options = {"cache_seqlens": torch.tensor(used, dtype=torch.int32), **DEALT[name]}
-    if page_size is not None:
-        caches = [x.view(-1, page_size, 2, 64) for x in caches]
-        options["page_table"] = torch.arange(len(caches[0])).view(3, -1).int()
-    q = draw(3, 1, 4, 64, dtype=torch.float16)
-    q = q[:, 0] if name == "ragged" else q
-    asked = []
-    monkeypatch.setattr(decode_plan, "portion_of", counted(decode_plan.portion_of, asked))
-    assert_agrees(q, caches, **options)
-    # As many as 6 programs have, each once.
-    assert sorted(asked) == list(range(6 * 2))
-    assert int(counters.counter(q.device)) == 0
-    first, again = (hopper.attend_cache(*prepare(q, *caches, **options))[0] for _ in range(2))
-    assert torch.equal(first, again)
-
-
-def counted(portion_of: Any, asked: list[int]) -> Any:
-    """The function, which notes tickets."""
-
-    def noting(ticket: Any, *rest: Any) -> Any:
-        asked.append(int(plain(ticket)))
-        return portion_of(ticket, *rest)
-
-    return noting
