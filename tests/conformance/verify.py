@@ -37,7 +37,8 @@ def _refusals(target: Target, call: Call, needs: Iterable[str] | None, pass_: st
     leaves = {name: x.detach().requires_grad_(name in names) for name, x in call.tensors().items()}
     posed = call.with_tensors(**leaves)
     cu_q, cu_k = posed.offsets or (None, None)
-    problem, _, _ = prepare(*posed.arguments()[:3], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **posed.options)
+    asked = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "backend": target.name, **posed.options}
+    problem, _, _ = prepare(*posed.arguments()[:3], **asked)
     if pass_ == "backward" and not problem.options.needs_grad:
         return []
     reasons = dispatch.reasons(target.name, problem, pass_)

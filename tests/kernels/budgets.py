@@ -101,8 +101,8 @@ BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
 BACKWARD_VARIANTS: dict[str, dict[int, tuple[Budget, Budget]]] = {
     "alibi": {64: (Budget(750, 20, 700), Budget(870, 60, 1500)), 128: (Budget(560, 16, 480), Budget(620, 40, 1300))},
     "dropout": {
-        64: (Budget(1150, 50, 920), Budget(1250, 90, 1500)),
-        128: (Budget(745, 22, 560), Budget(840, 60, 1300)),
+        64: (Budget(1185, 18, 560), Budget(1290, 60, 1500)),
+        128: (Budget(765, 8, 220), Budget(860, 60, 1300)),
     },
 }
 # Of calls that take turns, with a mask or without.

@@ -167,10 +167,10 @@ def declined(
 def test_what_is_left_to_others_is_said() -> None:
     assert declined() == declined(causal=True) == declined(window=(100, 3)) == declined(head_dim=120) == []
     assert declined(rows=250) == declined(head_dim=256) == declined(deterministic=True) == declined(softcap=30.0) == []
-    (reason,) = declined(softcap=30.0, dtype=torch.bfloat16)
-    assert reason.endswith("Triton's kernels are faster")
-    assert declined(softcap=30.0, dtype=torch.bfloat16, backend="hopper") == []
-    assert declined(softcap=30.0, dtype=torch.bfloat16, head_dim=72) == []
+    for slow in ({"softcap": 30.0, "dtype": torch.bfloat16}, {"dropout_p": 0.1, "dropout_seed": 1}):
+        (reason,) = declined(**slow)
+        assert reason.endswith("Triton's kernels are faster")
+        assert declined(**slow, backend="hopper") == declined(**slow, head_dim=72) == []
     (reason,) = declined(batch=1 << 22)
     assert reason.startswith("a backward pass of 2**31 rows")
 

@@ -55,7 +55,8 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     if pass_ != "forward":
         reasons += gradients.unsupported_reasons(problem)
         if problem.options.backend is None and _slower(problem):
-            reasons.append("a backward pass with softcap in bfloat16 up to head dim 64: Triton's kernels are faster")
+            what = "dropout, or softcap in bfloat16, up to head dim 64"
+            reasons.append(f"a backward pass with {what}: Triton's kernels are faster")
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:
@@ -64,9 +65,9 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 
 
 def _slower(problem: Problem) -> bool:
-    """Whether the portable backward pass is the faster one: it has no room for tanh beside both gradients here."""
+    """Whether the portable backward pass is the faster one: here is no room for tanh or Philox beside all gradients."""
     capped = problem.options.softcap is not None and problem.dtype == torch.bfloat16
-    return capped and max(problem.head_dim, problem.head_dim_v) <= 64
+    return (capped or problem.has_dropout) and max(problem.head_dim, problem.head_dim_v) <= 64
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:

@@ -201,11 +201,10 @@ def weight_gradients(smem, i, m, seq, zero, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def draw_of(variant, key, seq, head, m, n0, work, smem, shape, W: gl.constexpr):
-    """Draw which weights of 64 keys dropout makes 0."""
-    if variant.seed is not None:
-        h, heads = seq.h * work.group + head, work.heads * work.group
-        draw(variant, key, seq.b, h, m * shape.BLOCK_M, n0, heads, smem.bits.index(W), shape)
+def kept(p32, variant, key, own, m0, n0, heads, smem, shape, W: gl.constexpr):
+    """What dropout leaves of packed weights [N, M / 2] of 64 keys."""
+    draw(variant, key, own.b, own.h, m0, n0, heads, smem.bits.index(W), shape)
+    return without_dropped(p32, smem.bits.index(W), shape)
 
 
 @gluon.jit
@@ -230,7 +229,7 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
     k_smem = smem.k.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_D])
     keys = (n0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES)))[:, None]
     s, dp = no_scores, no_scores
-    key = key_of(variant)
+    key, heads = key_of(variant), work.heads * work.group
     head, m = before(span)
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
@@ -238,7 +237,6 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         s = scores_of(smem, i, m, seq, no_scores, shape, W)
         dp = weight_gradients(smem, i, m, seq, no_scores, shape, W)
         next_turn(smem.alternation, W, CONSUMERS)
-        draw_of(variant, key, seq, head, m, n0, work, smem, shape, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         phase += 1
     for j in range(span.count):
@@ -259,8 +257,9 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         if variant.seed is None:
             dp = dp - delta
         else:
-            p32 = without_dropped(p32, smem.bits.index(W), shape)
-            left = unpacked(p32, SCORES, dtype)
+            left32 = kept(p32, variant, key, own, m0, n0, heads, smem, shape, W)
+            p, left = unpacked(p32, SCORES, dtype), unpacked(left32, SCORES, dtype)
+            p32 = left32
         ds = score_gradient(p, left, dp, delta, masked, variant, shape)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
@@ -296,7 +295,6 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         dp = weight_gradients(smem, i + more - j, m, seq, no_scores, shape, W)
         if j >= 1 - W:
             announce(smem, use, W)
-        draw_of(variant, key, seq, head, m, n0, work, smem, shape, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         i += 1
         phase += 1
