@@ -97,7 +97,7 @@ BACKWARD_BAND: dict[int, tuple[Budget, Budget]] = {
     64: (Budget(665, 44, 1300), Budget(730, 60, 1600)),
     128: (Budget(495, 12, 500), Budget(540, 40, 1300)),
 }
-# Of what is computed anew: causal ALiBi, and dropout, whose numbers are drawn beside products.
+# Of what is computed anew: causal ALiBi, and dropout, whose numbers are drawn once P is packed.
 BACKWARD_VARIANTS: dict[str, dict[int, tuple[Budget, Budget]]] = {
     "alibi": {64: (Budget(750, 20, 700), Budget(870, 60, 1500)), 128: (Budget(560, 16, 480), Budget(620, 40, 1300))},
     "dropout": {

@@ -92,7 +92,7 @@ IN_TURN = (
     r"ld\.acquire\.gpu.*?fence\.proxy\.async",
     r"cp\.async\.bulk\.tensor\.4d\.global\.shared.*?commit_group",
     r"cp\.reduce\.async\.bulk.*?commit_group",
-    r"wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release",
+    r"cp\.\S*async\.bulk.*?commit_group.*?wait_group 0;.*?fence\.proxy\.async.*?bar\.warp\.sync.*?red\.release",
 )
 
 

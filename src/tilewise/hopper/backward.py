@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import scores, unread
-from .key_tiles import before, is_masked, keys_of, row_tile, span_of
+from .key_tiles import before, is_masked, keys_of, met, place_of, row_tile
 from .pipeline import (
     arrived,
     cta_barrier,
@@ -65,7 +65,7 @@ from .recompute import (
     without_dropped,
 )
 from .statistics import first_stat
-from .work import Band, Work, dealt, key_of, rounds_of
+from .work import Band, Work, dealt, key_of, line_of, rounds_of
 
 # Warpgroups that compute.
 CONSUMERS = gl.constexpr(2)
@@ -124,23 +124,19 @@ def load(io, smem, band, work, variant, shape):
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
-            seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
-            b, pairs = seq.b, seq.b * (work.heads * work.group)
-            if shape.PACKED:
-                b, pairs = 0, 0
+            seq, n0, span = met(t, band, work, variant, shape, io.turns)
             head, m = before(span)
             for j in range(gl.maximum(span.count, 1)):
                 if j < span.count:
                     head, m = row_tile(j, head, m, span, variant)
-                    h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
-                    stat = stat_of(seq, (pairs + h) * io.stat_rows, m, shape)
-                    load_rows(io.q_desc, io.lse_desc, smem.q, smem.lse, [b, row, h, 0], stat, i)
-                    load_rows(io.do_desc, io.delta_desc, smem.do, smem.delta, [b, row, h, 0], stat, i)
+                    descs, line_descs = (io.q_desc, io.do_desc), (io.lse_desc, io.delta_desc)
+                    rings, lines = (smem.q, smem.do), (smem.lse, smem.delta)
+                    load_rows(descs, line_descs, rings, lines, seq, head, m, i, io.stat_rows, work, shape)
                     i += 1
                 if j == 0:
-                    produce(smem.k, io.k_desc, [b, seq.k_start + n0, seq.h, 0], n)
-                    produce(smem.v, io.v_desc, [b, seq.k_start + n0, seq.h, 0], n)
+                    keys = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
+                    produce(smem.k, io.k_desc, keys, n)
+                    produce(smem.v, io.v_desc, keys, n)
         t = upcoming
 
 
@@ -154,13 +150,17 @@ def stat_of(seq, line, m, shape):
 
 
 @gluon.jit
-def load_rows(desc, line_desc, ring, lines, coord, stat, i):
-    """Rows of q or do, and the statistic that goes with them, as use i of the ring."""
-    stage = i % ring.STAGES
-    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
-    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes + line_desc.block_type.nbytes)
-    tma_load(line_desc, [stat], ring.full.index(stage), lines.index(stage))
-    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
+def load_rows(descs, line_descs, rings, lines, seq, head, m, i, stat_rows, work, shape):
+    """The m-th tile of rows of q and of do, each with the statistic that goes with it, as use i of the rings."""
+    b, h, row = place_of(seq, head, m, work, shape)
+    stat = stat_of(seq, (b * (work.heads * work.group) + h) * stat_rows, m, shape)
+    for part in gl.static_range(2):
+        ring = rings[part]
+        stage = i % ring.STAGES
+        mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
+        mbarrier.expect(ring.full.index(stage), descs[part].block_type.nbytes + line_descs[part].block_type.nbytes)
+        tma_load(line_descs[part], [stat], ring.full.index(stage), lines[part].index(stage))
+        tma_load(descs[part], [b, row, h, 0], ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -175,29 +175,19 @@ def query_gradient(smem, i, k_smem, no_dq, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def keys_half(ring, W: gl.constexpr, COLUMNS: gl.constexpr):
+def keys_half(ring, W: gl.constexpr):
     """The keys, or values, of warpgroup W."""
+    COLUMNS: gl.constexpr = ring.tiles.shape[4]
     return ring.tiles.index(0).reshape([CONSUMERS * HALF, COLUMNS]).slice(HALF * W, HALF, dim=0)
 
 
 @gluon.jit
-def scores_of(smem, i, m, seq, zero, shape, W: gl.constexpr):
-    """``Sᵀ = K Qᵀ`` of the rows that are use i, asynchronously."""
-    q_smem = arrived(smem.q, i, shape.BLOCK_M, shape.BLOCK_D)
+def times_rows(keys, rows, i, m, seq, zero, shape, W: gl.constexpr):
+    """``Sᵀ = K Qᵀ``, or ``dPᵀ = V dOᵀ``, of the rows that are use i of their ring, asynchronously."""
+    rows_smem = arrived(rows, i, shape.BLOCK_M, rows.tiles.shape[4])
     if shape.PACKED:
-        unread.cut(q_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
-    k_smem = keys_half(smem.k, W, shape.BLOCK_D)
-    return warpgroup_mma(k_smem, q_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def weight_gradients(smem, i, m, seq, zero, shape, W: gl.constexpr):
-    """``dPᵀ = V dOᵀ`` of the rows that are use i, asynchronously."""
-    do_smem = arrived(smem.do, i, shape.BLOCK_M, shape.BLOCK_DV)
-    if shape.PACKED:
-        unread.cut(do_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
-    v_smem = keys_half(smem.v, W, shape.BLOCK_DV)
-    return warpgroup_mma(v_smem, do_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        unread.cut(rows_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
+    return warpgroup_mma(keys_half(keys, W), rows_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -234,8 +224,8 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
         my_turn(smem.alternation, phase, W)
-        s = scores_of(smem, i, m, seq, no_scores, shape, W)
-        dp = weight_gradients(smem, i, m, seq, no_scores, shape, W)
+        s = times_rows(smem.k, smem.q, i, m, seq, no_scores, shape, W)
+        dp = times_rows(smem.v, smem.do, i, m, seq, no_scores, shape, W)
         next_turn(smem.alternation, W, CONSUMERS)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         phase += 1
@@ -287,12 +277,12 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         more = gl.minimum(j + 1, span.count - 1)
         if j + 1 < span.count:
             head, m = row_tile(more, head, m, span, variant)
-        s = scores_of(smem, i + more - j, m, seq, no_scores, shape, W)
+        s = times_rows(smem.k, smem.q, i + more - j, m, seq, no_scores, shape, W)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         next_turn(smem.alternation, W, CONSUMERS)
         if j >= 1 - W:
             put(dq, smem, use, W)
-        dp = weight_gradients(smem, i + more - j, m, seq, no_scores, shape, W)
+        dp = times_rows(smem.v, smem.do, i + more - j, m, seq, no_scores, shape, W)
         if j >= 1 - W:
             announce(smem, use, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
@@ -322,8 +312,7 @@ def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
-            seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
+            seq, n0, span = met(t, band, work, variant, shape, io.turns)
             k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
             if shape.CLEAN:
@@ -345,29 +334,35 @@ def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
 def leave(dk, dv, seq, n0, io, smem, work, shape, W: gl.constexpr):
     """Write dk and dv of 64 keys; nobody reads K and V of them any more."""
     if shape.DIRECT:
-        store(dk, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
-        store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
+        store_both(dk, dv, seq, n0, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last key is the next one's.
         if n0 + HALF <= seq.len_k:
-            send(dk, dv, [0, seq.k_start + n0, seq.h, 0], io, smem, shape, W)
+            send(dk, dv, seq, n0, io, smem, shape, W)
         else:
-            store(dk, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
-            store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
+            store_both(dk, dv, seq, n0, io, work, shape)
     else:
-        send(dk, dv, [seq.b, n0, seq.h, 0], io, smem, shape, W)
+        send(dk, dv, seq, n0, io, smem, shape, W)
 
 
 @gluon.jit
-def send(dk, dv, coord, io, smem, shape, W: gl.constexpr):
+def send(dk, dv, seq, n0, io, smem, shape, W: gl.constexpr):
     """Write dk and dv of 64 keys by TMA, which drops those past the end of the tensor."""
-    keys_half(smem.k, W, shape.BLOCK_D).store(dk.to(io.k_desc.dtype))
-    keys_half(smem.v, W, shape.BLOCK_DV).store(dv.to(io.v_desc.dtype))
+    coord = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
+    keys_half(smem.k, W).store(dk.to(io.k_desc.dtype))
+    keys_half(smem.v, W).store(dv.to(io.v_desc.dtype))
     fence_async_shared()
     cta_barrier()
     tma_store(io.dk_desc, coord, smem.k.tiles.index(0).slice(HALF * W, HALF, dim=1))
     tma_store(io.dv_desc, coord, smem.v.tiles.index(0).slice(HALF * W, HALF, dim=1))
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_both(dk, dv, seq, n0, io, work, shape):
+    """Write dk and dv of the keys that belong to the sequence, straight from registers."""
+    store(dk, io.dk, shape.HEAD_DIM, seq, n0, work, shape)
+    store(dv, io.dv, shape.HEAD_DIM_V, seq, n0, work, shape)
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.score import Sequence
 from . import unread, work
 from .backward import load_rows, stat_of, store
-from .key_tiles import before, is_masked, keys_of, row_tile, span_of
+from .key_tiles import before, is_masked, met, row_tile
 from .pipeline import arrived, cta_barrier, make_ring, produce, release
 from .products import packed
 from .recompute import (
@@ -100,8 +100,7 @@ def tile_of(t, band, dealing, variant, shape, WHAT: gl.constexpr):
         span = work.tile_of(seq, m0, keys, band, variant, shape)
         tile = Tile(seq, m0, span, gl.where(span.some, span.hi - span.lo, 0))
     else:
-        seq, n0 = keys_of(t, band, dealing, shape)
-        span = span_of(seq, n0, band, dealing, variant, shape)
+        seq, n0, span = met(t, band, dealing, variant, shape)
         tile = Tile(seq, n0, span, span.count)
     return tile
 
@@ -146,9 +145,7 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
         if t >= 0:
             tile = tile_of(t, band, dealing, variant, shape, WHAT)
             seq = tile.seq
-            b, pairs = seq.b, seq.b * (dealing.heads * dealing.group)
-            if shape.PACKED:
-                b, pairs = 0, 0
+            b = work.line_of(seq, shape)
             own = seq.k_start
             if WHAT == "q":
                 own = seq.q_start
@@ -163,10 +160,9 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
                     produce(smem.other, io.other_desc, coord, i)
                     produce(smem.other_2, io.other_2_desc, coord, i)
                 else:
-                    h, row = seq.h * dealing.group + head, seq.q_start + at * shape.BLOCK_M
-                    stat = stat_of(seq, (pairs + h) * io.stat_rows, at, shape)
-                    load_rows(io.other_desc, io.lse, smem.other, smem.lse, [b, row, h, 0], stat, i)
-                    load_rows(io.other_2_desc, io.delta, smem.other_2, smem.delta, [b, row, h, 0], stat, i)
+                    descs, line_descs = (io.other_desc, io.other_2_desc), (io.lse, io.delta)
+                    rings, lines = (smem.other, smem.other_2), (smem.lse, smem.delta)
+                    load_rows(descs, line_descs, rings, lines, seq, head, at, i, io.stat_rows, dealing, shape)
                 i += 1
         t = upcoming
 

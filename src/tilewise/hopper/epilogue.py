@@ -11,7 +11,7 @@ from ..kernels.score import LN2, LOG2E
 from .pipeline import cta_barrier, tma_store
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
-from .work import first_row, heads_of, low
+from .work import first_row, heads_of, line_of, low
 
 
 @gluon.jit
@@ -64,10 +64,8 @@ def send(FIRST: gl.constexpr, seq, m0, o_smem, io, shape, W: gl.constexpr):
     """Let what is staged leave for the columns of O from FIRST on."""
     fence_async_shared()
     cta_barrier()
-    b = seq.b
-    if shape.PACKED:
-        b = 0
-    tma_store(io.o_desc, [b, seq.q_start + first_row(m0, W, shape), seq.h * shape.STACK, FIRST], o_smem)
+    row = seq.q_start + first_row(m0, W, shape)
+    tma_store(io.o_desc, [line_of(seq, shape), row, seq.h * shape.STACK, FIRST], o_smem)
 
 
 @gluon.jit

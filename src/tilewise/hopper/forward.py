@@ -36,6 +36,7 @@ from .work import (
     heads_of,
     is_masked,
     key_of,
+    line_of,
     low,
     own,
     rounds_of,
@@ -101,9 +102,7 @@ def load(io, q, k, v, band, work, variant, extra, shape):
             seq, m0, keys = sequence_of(t, band, work, shape)
             tile = tile_of(seq, m0, keys, band, variant, shape)
             head = seq.h // work.group
-            b = seq.b
-            if shape.PACKED:
-                b = 0
+            b = line_of(seq, shape)
             if q.STAGES > 1:
                 load_rows(io, q, b, seq, m0, n, shape)
                 for d in range(tile.hi - tile.lo):

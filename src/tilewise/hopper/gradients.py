@@ -31,7 +31,7 @@ from .variants import Listed, Members, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
-_WARPS = 8  # of the consumers together
+_WARPS = 8  # that share a tile of scores where gradients have kernels of their own
 # Warps of the consumers, and the loading and the adding one, padded to four, share 64 Ki registers.
 _REGISTERS = 168
 _Q_STAGES = 3
@@ -60,6 +60,11 @@ def _apart(problem: Problem) -> bool:
 
 def _is_wide(problem: Problem) -> bool:
     return max(problem.head_dim, problem.head_dim_v) > _TOGETHER
+
+
+def _width(problem: Problem) -> int:
+    """Columns of dq's sum, and of all tiles of the kernel that adds to it."""
+    return launch.block(max(problem.head_dim, problem.head_dim_v))
 
 
 def _in_turn(problem: Problem) -> bool:
@@ -167,7 +172,7 @@ def _statistics(call: Call, forward: tuple[torch.Tensor, torch.Tensor], grads: t
     rows = lse.shape[-1]
     cu_q, members, stat_rows = call.base.cu_q, p.batch if p.packed else 0, _stat_rows(p, rows)
     pairs = lse.numel() // rows
-    width = launch.block(max(p.head_dim, p.head_dim_v))
+    width = _width(p)
     lse2 = tape.empty((pairs, stat_rows), torch.float32, lse.device)
     delta = tape.empty((pairs, stat_rows), torch.float32, lse.device)
     dq_sum = None
@@ -281,10 +286,12 @@ def _variant(call: Call, tile: TileConfig, transposed: bool) -> tuple[Variant, t
     return (variant if variant.rough is None else variant._replace(rough=gl.constexpr(False))), extra
 
 
-def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig, warps: int) -> Shape:
-    """Compile-time sizes where so many warps share a tile of scores; all gradients together have dims of one width."""
+def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:
+    """Compile-time sizes; where all gradients come from one kernel, dims have one width."""
     dims = problem.head_dim, problem.head_dim_v
-    blocks = tuple(map(launch.block, dims)) if _apart(problem) else (launch.block(max(dims)),) * 2
+    blocks, warps = (_width(problem),) * 2, WARPS.value
+    if _apart(problem):
+        blocks, warps = (launch.block(dims[0]), launch.block(dims[1])), _WARPS
     sizes = (tile.block_m, tile.block_n, *blocks, *dims, warps)
     tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
     other = (variant.mod, variant.cap, variant.bias)
@@ -303,7 +310,7 @@ def _gather(
     p, tile, (stats, dq_sum, turns) = call.problem, tile_of(call.problem), sums
     variant, extra = _variant(call, tile, True)
     band = call.sizes[3:]
-    shape = _shape(p, variant, band, tile, WARPS.value)
+    shape = _shape(p, variant, band, tile)
     listed = _listed(call, variant, inputs, result["k"], tile, tape)
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
@@ -349,7 +356,7 @@ def _gather_one(
     """dq, dk or dv."""
     p, tile, of_rows = call.problem, tile_of(call.problem, "d" + name), name == "q"
     variant, extra = _variant(call, tile, not of_rows)
-    shape = _shape(p, variant, call.sizes[3:], tile, _WARPS)
+    shape = _shape(p, variant, call.sizes[3:], tile)
     listed = _listed(call, variant, inputs, grad, tile, tape, of_rows)
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))

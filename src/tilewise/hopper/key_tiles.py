@@ -11,6 +11,7 @@ from ..kernels.plans import HEAD_SHIFT, TILE_MASK
 from ..kernels.score import Sequence
 from .packed import RECORD
 from .turns import first_visit
+from .work import line_of
 
 
 class Shape(NamedTuple):
@@ -100,6 +101,19 @@ def span_of(seq, n0, band, work, variant, shape, t=0, turns=None):
             start = first_visit(t, n0 // shape.BLOCK_N, lo, hi, band, turns)
         span = Span(lo, full_lo, full_hi, hi, n0, (hi - lo) * work.group, start)
     return span
+
+
+@gluon.jit
+def met(t, band, work, variant, shape, turns=None):
+    """The sequence of the tile number t, its first key, and the tiles of rows that see it."""
+    seq, n0 = keys_of(t, band, work, shape)
+    return seq, n0, span_of(seq, n0, band, work, variant, shape, t, turns)
+
+
+@gluon.jit
+def place_of(seq, head, m, work, shape):
+    """Where the m-th tile of rows of a query head of the group is in tensors: sequence, head and first row."""
+    return line_of(seq, shape), seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
 
 
 @gluon.jit

@@ -70,11 +70,17 @@ def cvt_instruction(dtype):
 
 
 @gluon.jit
+def halves_of(words, dtype: gl.constexpr):
+    """The halves of words [M, N / 2] as 16-bit numbers, neighbours, [M, N]."""
+    low = (words & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(gl.int16).to(dtype, bitcast=True)
+    return gl.join(low, high).reshape([words.shape[0], words.shape[1] * 2])
+
+
+@gluon.jit
 def as_operand(p32, dtype: gl.constexpr, VALUES: gl.constexpr):
     """Packed weights as the left operand of the product that accumulates in layout VALUES: the same registers."""
-    low = (p32 & 0xFFFF).to(gl.int16).to(dtype, bitcast=True)
-    high = (p32 >> 16).to(gl.int16).to(dtype, bitcast=True)
-    both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
+    both = halves_of(p32, dtype)
     return gl.convert_layout(both, gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True)
 
 

@@ -9,8 +9,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .key_tiles import before, keys_of, row_tile, span_of
+from .key_tiles import before, met, place_of, row_tile
 from .pipeline import arrived, reinterpret, release, tma_add, tma_store
+from .products import halves_of
 from .recompute import tile_layout
 from .turns import await_turn, pass_on, turn_of, wave_of
 from .work import dealt, rounds_of
@@ -34,58 +35,49 @@ def add_dq(io, smem, band, work, variant, shape):
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
-            seq, n0 = keys_of(t, band, work, shape)
-            span = span_of(seq, n0, band, work, variant, shape, t, io.turns)
-            b = seq.b
-            if shape.PACKED:
-                b = 0
+            seq, n0, span = met(t, band, work, variant, shape, io.turns)
             first, end = 0, 0
             if io.turns is not None:
                 first, end = wave_of(t, io.turns)
             head, m = before(span)
             for j in range(span.count):
                 head, m = row_tile(j, head, m, span, variant)
-                h, row = seq.h * work.group + head, seq.q_start + m * shape.BLOCK_M
-                if io.turns is None:
-                    add_one(io, smem, [b, h, row, 0], i, shape, 1)
-                    add_one(io, smem, [b, h, row, 0], i, shape, 0)
-                else:
+                b, h, row = place_of(seq, head, m, work, shape)
+                turn = 0
+                if io.turns is not None:
                     turn = turn_of(m, n0 // shape.BLOCK_N, first, end, seq, band, shape)
                     line = (b * work.heads * work.group + h) * gl.cdiv(seq.len_q, shape.BLOCK_M)
-                    counter = io.turns.added + line + m
-                    add_in_turn(io, smem, [b, h, row, 0], i, counter, turn, shape, 1)
-                    add_in_turn(io, smem, [b, h, row, 0], i, counter, turn, shape, 0)
+                    await_turn(io.turns.added + line + m, turn)
+                add_half(io, smem, b, h, row, i, turn, shape, 1)
+                add_half(io, smem, b, h, row, i, turn, shape, 0)
+                if io.turns is not None:
+                    pass_on(io.turns.added + line + m)
                 i += 1
         t = upcoming
     tma.store_wait(0)
 
 
 @gluon.jit
-def add_one(io, smem, coord, i, shape, W: gl.constexpr):
-    """Add a half of dq of use i to memory, whoever else does."""
-    use = use_of(i, W)
-    arrived(smem.dq, use, HALF, HALF)
-    tma_add(io.dq_desc, part_of(coord, W, shape), smem.dq.tiles.index(use % smem.dq.STAGES))
-    tma.store_wait(0)
-    release(smem.dq, use)
+def add_half(io, smem, b, h, row, i, turn, shape, W: gl.constexpr):
+    """Add a half of dq of use i to memory; whose turn is first overwrites what is there.
 
-
-@gluon.jit
-def add_in_turn(io, smem, coord, i, counter, turn, shape, W: gl.constexpr):
-    """Add a half of dq of use i to memory once `turn` others have; the first overwrites what is there."""
+    It is one of the rows, or of the columns where there are 64 rows alone.
+    """
     use = use_of(i, W)
+    column = 0
+    if shape.BLOCK_M == 2 * HALF:
+        row += HALF * W
+    else:
+        column = HALF * W
     arrived(smem.dq, use, HALF, HALF)
-    if W == 1:
-        await_turn(counter, turn)
     tile = smem.dq.tiles.index(use % smem.dq.STAGES)
-    if turn == 0:
-        tma_store(io.dq_desc, part_of(coord, W, shape), tile)
+    if io.turns is None:
+        tma_add(io.dq_desc, [b, h, row, column], tile)
+    elif turn == 0:
+        tma_store(io.dq_desc, [b, h, row, column], tile)
     else:
-        tma_add(io.dq_desc, part_of(coord, W, shape), tile)
-    if W == 1:
-        tma.store_wait(0)
-    else:
-        pass_on(counter)
+        tma_add(io.dq_desc, [b, h, row, column], tile)
+    tma.store_wait(0)
     release(smem.dq, use)
 
 
@@ -93,17 +85,6 @@ def add_in_turn(io, smem, coord, i, counter, turn, shape, W: gl.constexpr):
 def use_of(i, W: gl.constexpr):
     """The use of dq's ring for the half of tile i that warpgroup W computes: the second one's is there first."""
     return 2 * i + 1 - W
-
-
-@gluon.jit
-def part_of(coord, W: gl.constexpr, shape):
-    """Where the half of warpgroup W begins: of the rows, or of the columns where there are 64 rows alone."""
-    row, column = coord[2], coord[3]
-    if shape.BLOCK_M == 2 * HALF:
-        row += HALF * W
-    else:
-        column += HALF * W
-    return [coord[0], coord[1], row, column]
 
 
 @gluon.jit
@@ -117,7 +98,7 @@ def put(dq, smem, i, W: gl.constexpr):
     slot = use % smem.dq.STAGES
     mbarrier.wait(smem.dq.empty.index(slot), ((use // smem.dq.STAGES) & 1) ^ 1)
     words = dq.to(gl.int32, bitcast=True).reshape([HALF, HALF // 8, 4, 2]).permute([0, 1, 3, 2]).reshape([HALF, HALF])
-    both = gl.join((words & 0xFFFF).to(gl.int16), (words >> 16).to(gl.int16)).reshape([HALF, 2 * HALF])
+    both = halves_of(words, gl.int16)
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     words_smem = reinterpret(smem.dq.tiles.index(slot), gl.int16, [HALF, 2 * HALF], SWIZZLED)
     words_smem.store(gl.convert_layout(both, tile_layout(WARPS, 2 * HALF), assert_trivial=True))

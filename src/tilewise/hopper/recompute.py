@@ -11,6 +11,7 @@ from triton.experimental import gluon
 
 from ..kernels import philox, score
 from . import scores
+from .products import halves_of
 
 
 @gluon.constexpr_function
@@ -67,10 +68,9 @@ def unpacked(p32, LAYOUT: gl.constexpr, dtype: gl.constexpr):
     if dtype == gl.bfloat16:
         low = (p32 << 16).to(gl.float32, bitcast=True)
         high = (p32 & -65536).to(gl.float32, bitcast=True)
+        both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
     else:
-        low = (p32 & 0xFFFF).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        high = (p32 >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    both = gl.join(low, high).reshape([p32.shape[0], p32.shape[1] * 2])
+        both = halves_of(p32, dtype).to(gl.float32)
     return gl.convert_layout(both, LAYOUT, assert_trivial=True)
 
 

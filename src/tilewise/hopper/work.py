@@ -133,6 +133,15 @@ def sequence_of(t, band, work, shape):
 
 
 @gluon.jit
+def line_of(seq, shape):
+    """Where a sequence is along the first dimension of tensors: in a packed call all are in one."""
+    b = seq.b
+    if shape.PACKED:
+        b = 0
+    return b
+
+
+@gluon.jit
 def first_row(m0, W: gl.constexpr, shape):
     """The position of the first row of consumer W."""
     return m0 + W * (64 // shape.STACK)
