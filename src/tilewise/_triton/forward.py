@@ -41,12 +41,18 @@ def beside_sums(row, sums):
 
 
 @triton.jit
-def weights(s, m_i, variant, MASKED: tl.constexpr):
+def weights(s, m_i, fallen, variant, MASKED: tl.constexpr):
     """Weights relative to each row's maximum so far, the factor on what earlier maxima gave, and the new maxima.
 
-    Maxima are those of scores in base 2, or of what makes scores by `score.last_factor`.
+    Maxima are those of scores in base 2, or of what makes scores by `score.last_factor`. If `fallen` [M] is not None,
+    it is still to be subtracted from the scores `s` of a row: instead, it is added to the maximum.
     """
-    m_new = tl.maximum(m_i, tl.max(s, 1))  # [M]
+    m_tile = tl.max(s, 1)  # [M]
+    if fallen is None:
+        m_before = m_i
+    else:
+        m_before = m_i + fallen
+    m_new = tl.maximum(m_before, m_tile)
     m_safe = m_new
     if MASKED or not variant.scaled:
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -55,11 +61,16 @@ def weights(s, m_i, variant, MASKED: tl.constexpr):
         factor = score.last_factor(variant) * LOG2E
         scale = score.exact_scale(m_safe, factor)
         p = tl.exp2(s * scale[:, None] - (m_safe * scale)[:, None])  # [M, N]
-        alpha = tl.exp2((m_i - m_safe) * factor)
+        alpha = tl.exp2((m_before - m_safe) * factor)
     else:
         p = tl.exp2(s - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
-    return p, alpha, m_new
+        alpha = tl.exp2(m_before - m_safe)
+    if fallen is None:
+        m_i = m_new
+    else:
+        # Of `m_new`, earlier maxima would be rounded once more with each tile.
+        m_i = tl.maximum(m_i, m_tile - fallen)
+    return p, alpha, m_i
 
 
 @triton.jit
@@ -71,6 +82,9 @@ def _attend(
     q_tile, m0, k_base, v_base = tiles
     rows = (m0 + tl.arange(0, shape.BLOCK_M))[:, None]
     offs_n = tl.arange(0, shape.BLOCK_N)
+    LINE: tl.constexpr = variant.line and not MASKED
+    if LINE:
+        risen = score.risen(variant, seq, offs_n)
     for i in tl.range(lo, hi):
         n0 = device.key_tile(i, listed, span, left, variant, shape, MASKED) * shape.BLOCK_N
         keys = (n0 + offs_n)[None, :]
@@ -78,7 +92,9 @@ def _attend(
         k_ptr = k_base + n0.to(tl.int64) * a.seq
         k_tile = device.load_rows(k_ptr, a.seq, offs_n, first, last, shape.HEAD_DIM, shape.BLOCK_D, MASKED)
         s = device.dot(q_tile, tl.trans(k_tile))  # [M, N]
-        if variant.scaled:
+        if LINE:
+            s = score.uncapped(s, variant) + risen[None, :]
+        elif variant.scaled:
             s = score.before_factor(s, variant, seq, rows, n0, offs_n[None, :])
         else:
             s = score.scores(s, variant, extra, seq, rows, keys).s
@@ -88,7 +104,8 @@ def _attend(
         if variant.bounded:
             p = score.bounded_weights(s * (variant.cap * LOG2E) - score.BOUNDED, variant, MASKED)  # [M, N]
         else:
-            p, alpha, m_i = weights(s, m_i, variant, MASKED)
+            fallen = score.fallen(variant, seq, m0 + tl.arange(0, shape.BLOCK_M), n0) if LINE else None
+            p, alpha, m_i = weights(s, m_i, fallen, variant, MASKED)
             l_i *= beside_sums(alpha, l_i)
             acc *= alpha[:, None]
         l_i += sums_of_rows(p, variant, shape)

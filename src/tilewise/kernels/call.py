@@ -75,6 +75,8 @@ def prepare(problem: Problem, inputs: Inputs) -> Call:
     lowered = problem.options.mask.lower(frame)
     stat_rows = inputs.q.shape[0] if problem.packed else problem.seqlen_q
     base, extra = _base(problem, inputs)
+    if inputs.alibi_slopes is not None:
+        base = base._replace(line=tl.constexpr(base.scaled.value and lowered.right is not None and lowered.right <= 0))
     sizes = (problem.seqlen_q, problem.seqlen_k, stat_rows, _bound(lowered.left), _bound(lowered.right))
     return Call(problem, frame, in_use, lowered, base, extra, sizes)
 

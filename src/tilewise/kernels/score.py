@@ -95,6 +95,8 @@ class Variant(NamedTuple):
     slopes: Any = None
     slopes_batch: Any = None
     slopes_head: Any = None
+    # Whether no row sees a key to its right: ALiBi is then linear in the key, where no element test is needed.
+    line: Any = None
     bias: Any = None
     bias_batch: Any = None
     bias_head: Any = None
@@ -221,13 +223,35 @@ def last_factor(variant):
 
 
 @triton.jit
-def before_factor(qk, variant, seq, rows, n0, offs):
-    """The products `qk` of `rows` with the keys ``n0 + offs``, the tanh of softcap if there is one, less ALiBi."""
+def uncapped(qk, variant):
+    """The products `qk`, or the tanh of softcap if there is one."""
     if variant.cap is not None:
         _, qk = softcapped(qk, variant)
+    return qk
+
+
+@triton.jit
+def before_factor(qk, variant, seq, rows, n0, offs):
+    """The products `qk` of `rows` with the keys ``n0 + offs``, the tanh of softcap if there is one, less ALiBi."""
+    qk = uncapped(qk, variant)
     if variant.slopes is not None:
         qk -= slope(variant, seq) / last_factor(variant) * distance(seq, rows - n0, offs)
     return qk
+
+
+@triton.jit
+def risen(variant, seq, offs):
+    """What ALiBi takes from a tile's first key more than from its keys `offs`, where rows see none to their right.
+
+    The same for all rows and tiles: one addition for each score, for which the product of q and k may start from it.
+    """
+    return slope(variant, seq) / last_factor(variant) * offs.to(tl.float32)
+
+
+@triton.jit
+def fallen(variant, seq, rows, n0):
+    """What ALiBi then takes from a tile's first key `n0`, for each of `rows`; like `risen` before the last factor."""
+    return slope(variant, seq) / last_factor(variant) * (rows + (seq.off - n0)).to(tl.float32)
 
 
 @triton.jit
