@@ -25,7 +25,8 @@ from . import device, launch
 @triton.jit
 def sums_of_rows(p, variant, shape):
     """Sums of weights, [M]; where there are registers [M, 8], of every eighth column, which are one thread's."""
-    if variant.fold and variant.seed is None and shape.BLOCK_DV <= 128:
+    FEW: tl.constexpr = variant.fold or (variant.line and variant.cap is None)
+    if FEW and variant.seed is None and shape.BLOCK_DV <= 128:
         sums = tl.sum(p.reshape(shape.BLOCK_M, shape.BLOCK_N // 8, 8), 1)
     else:
         sums = tl.sum(p, 1)
