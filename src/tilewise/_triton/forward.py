@@ -112,6 +112,10 @@ def _attend(
         l_i += sums_of_rows(p, variant, shape)
         v_ptr = v_base + n0.to(tl.int64) * b.seq
         v_tile = device.load_rows(v_ptr, b.seq, offs_n, first, last, shape.HEAD_DIM_V, shape.BLOCK_DV, MASKED)
+        # Many registers that are one thing or another make LLVM take a second more, and weights are fewer than `acc`.
+        BY_WEIGHTS: tl.constexpr = shape.BLOCK_DV > 128
+        if BY_WEIGHTS:
+            p = device.without_dropped(p, variant, seq, m0, n0, v_tile.dtype, shape)
         if MASKED:
             # What is not finite in v reaches the rows that see it, and no others.
             strange_tile = device.any_strange(v_tile)
@@ -119,8 +123,12 @@ def _attend(
                 v_tile, strange = device.finite(v_tile)
                 seen = score.visible(variant, extra, seq, rows, keys, left, right)
                 poisoned = tl.max((seen & strange[None, :]).to(tl.int32), 1)
-                acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
-        p = device.without_dropped(p, variant, seq, m0, n0, v_tile.dtype, shape)
+                if BY_WEIGHTS:
+                    p = tl.where(poisoned[:, None] > 0, tl.full((1, 1), float("nan"), tl.float32).to(p.dtype), p)
+                else:
+                    acc = tl.where(poisoned[:, None] > 0, float("nan"), acc)
+        if not BY_WEIGHTS:
+            p = device.without_dropped(p, variant, seq, m0, n0, v_tile.dtype, shape)
         acc = device.dot_add(p, v_tile, acc)  # [M, Dv]
     return acc, l_i, m_i
 
