@@ -177,7 +177,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "dkv dropout", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),
     ("triton", "dkv dropout", "hopper", "16bit", 128): TileConfig(64, 64, 4, 2),
     ("triton", "dkv softcap", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),
-    ("triton", "dkv softcap", "hopper", "16bit", 128): TileConfig(64, 64, 4, 2, register_level=2),
+    ("triton", "dkv softcap", "hopper", "16bit", 128): TileConfig(32, 64, 4, 3),
     ("triton", "dk", "hopper", "16bit", 256): TileConfig(32, 128, 8, 2),  # 402/443, 363
     ("triton", "dv", "hopper", "16bit", 256): TileConfig(64, 128, 8, 2),  # 524/495, 401
     ("triton", "dk", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
