@@ -161,6 +161,27 @@ def load(rings, descs, slots, mine, limits, work, left, right, shape, PAIRED: gl
 
 
 @gluon.jit
+def share_of(slots, limits, work, left, right, shape, WARPS: gl.constexpr, EARLY: gl.constexpr):
+    """What this program has to do, as a role of so many warps finds out for itself, once the kernel before has ended.
+
+    What reads no memory is done by then, and no role waits for another. EARLY: see `combine`.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # All of them in every warp, so that none waits for another.
+    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [WARPS], [0]))
+    return decode_plan.share(gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right)
+
+
+@gluon.jit
+def load_share(rings, descs, slots, limits, work, left, right, shape, EARLY: gl.constexpr):
+    """`load` for what this program has to do."""
+    mine = share_of(slots, limits, work, left, right, shape, 1, EARLY)
+    load(rings, descs, slots, mine, limits, work, left, right, shape, False)
+
+
+@gluon.jit
 def packed_of(row0, W: gl.constexpr, layout: gl.constexpr):
     """The packed rows of consumer W, [M]."""
     return row0 + W * 64 + gl.arange(0, 64, layout)
@@ -354,11 +375,12 @@ def leave(cut_group, cut_head, cut_pieces, out, lse, parts, slots, limits, stat_
 
 @gluon.jit
 def compute(
-    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work, variant, extra,
-    stat_rows, rope_length, left, right, shape, W: gl.constexpr,
+    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, limits, work, variant, extra,
+    stat_rows, rope_length, left, right, shape, EARLY: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: 64 packed rows of every item."""
     program = gl.program_id(0)
+    mine = share_of(slots, limits, work, left, right, shape, 4, EARLY)
     q_smem = q_tiles.index(W)
     i = 0
     unit = mine.first
@@ -402,16 +424,8 @@ def decode_kernel(
     EARLY: gl.constexpr, STAGES: gl.constexpr, PRODUCER_REGS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
-    # All of them in every warp, so that none waits for another.
-    groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [4], [0]))
-    mine = decode_plan.share(
-        gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right
-    )  # fmt: skip
     k = make_ring(k_desc, STAGES, shape)
     v = make_ring(v_desc, STAGES, shape)
     tile: gl.constexpr = [shape.CONSUMERS, 64, shape.BLOCK_D]
@@ -423,18 +437,18 @@ def decode_kernel(
             (
                 compute,
                 (
-                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
-                    variant, extra, stat_rows, rope_length, left, right, shape, 0,
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, limits, work, variant,
+                    extra, stat_rows, rope_length, left, right, shape, EARLY, 0,
                 ),
             ),
             (
                 compute,
                 (
-                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, mine, limits, work,
-                    variant, extra, stat_rows, rope_length, left, right, shape, 1,
+                    q, k, v, q_tiles, agreement, out, lse, parts, slots, rope, tree, sinks, limits, work, variant,
+                    extra, stat_rows, rope_length, left, right, shape, EARLY, 1,
                 ),
             ),
-            (load, ((k, v), (k_desc, v_desc), slots, mine, limits, work, left, right, shape, False)),
+            (load_share, ((k, v), (k_desc, v_desc), slots, limits, work, left, right, shape, EARLY)),
         ],
         [4 * (shape.CONSUMERS - 1), 1],
         [CONSUMER_REGS, PRODUCER_REGS],
