@@ -143,9 +143,9 @@ def _bound(raw, total, before, units, work, shape):
     """A bound between programs, moved to the nearer end of an item that is not to be cut."""
     bound = raw
     if shape.MODE == BALANCED:
-        begin = before + (raw - before) // tl.maximum(units, 1) * units
-        nearer = tl.where(2 * (raw - begin) < units, begin, begin + units)
-        bound = tl.where((units <= work.whole) & (raw < total), nearer, raw)
+        if (units <= work.whole) & (raw < total):
+            begin = before + (raw - before) // tl.maximum(units, 1) * units
+            bound = tl.where(2 * (raw - begin) < units, begin, begin + units)
     return bound
 
 
@@ -156,39 +156,33 @@ def _totals(offs, slots, limits, work, shape, left, right):
     groups = limits.batch * work.row_tiles
     total = groups * 0
     longest = total
-    there = total
+    some = total
     for c in range(0, groups, CHUNK):
         units = _units(c + offs, slots, limits, work, shape, left, right)
         total += tl.sum(units, 0)
         if shape.MODE == BALANCED:
             longest = tl.maximum(longest, tl.max(units, 0))
-            there += tl.sum((units > 0).to(tl.int32), 0)
+            if shape.RAGGED:
+                some += tl.sum((units > 0).to(tl.int32), 0)
+    # Where sequences have as many rows each, this is known before their lengths are.
+    there = some if shape.RAGGED else groups
     return total, longest, there
 
 
 @triton.jit
-def share(program, programs, offs, slots, limits, work, shape, left, right):
-    """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
+def _counted(raw, item, items, whole, longest, shape):
+    """A bound, the group that holds it and where that begins, if all groups have as many units as the longest."""
+    width = tl.maximum(longest * shape.HEADS_KV, 1)
+    raw = tl.where(whole > 0, tl.minimum(item, items) * longest, raw)
+    g = raw // width
+    return raw, g, g * width
+
+
+@triton.jit
+def _sought(raw0, raw1, item0, item1, whole, offs, slots, limits, work, shape, left, right):
+    """Both bounds, the group that holds the first, and of each one's group the units before that and of it."""
     CHUNK: tl.constexpr = offs.shape[0]
     groups = limits.batch * work.row_tiles
-    total, longest, there = _totals(offs, slots, limits, work, shape, left, right)
-    total = total * shape.HEADS_KV
-    items = there * shape.HEADS_KV
-    busy = tl.minimum(tl.maximum(total, 1), _with_work(total, longest, items, programs, shape))
-    # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
-    each = total // busy
-    over = total - each * busy
-    at0 = tl.minimum(program, busy)
-    at1 = tl.minimum(program + 1, busy)
-    raw0 = at0 * each + at0 * over // busy
-    raw1 = at1 * each + at1 * over // busy
-    # With whole items alone, how many come before each bound; those of a group follow each other.
-    whole = groups * 0
-    if shape.MODE == BALANCED:
-        whole = _items_each(total, longest, items, programs)
-    item0 = program * whole
-    item1 = item0 + whole
-    # Of both bounds the group that holds it, units before that and of it.
     g0 = groups * 0
     before0 = g0
     units0 = g0
@@ -220,6 +214,42 @@ def share(program, programs, offs, slots, limits, work, shape, left, right):
         before1 += tl.sum(tl.where(here1, begins, 0), 0)
         units1 += tl.sum(tl.where(here1, units, 0), 0)
         sofar = tl.max(ends, 0)
+    return raw0, raw1, g0, before0, units0, before1, units1
+
+
+@triton.jit
+def share(program, programs, offs, slots, limits, work, shape, left, right):
+    """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
+    groups = limits.batch * work.row_tiles
+    total, longest, there = _totals(offs, slots, limits, work, shape, left, right)
+    total = total * shape.HEADS_KV
+    items = there * shape.HEADS_KV
+    busy = tl.minimum(tl.maximum(total, 1), _with_work(total, longest, items, programs, shape))
+    # ``p * total // busy``, of which no part passes what an int32 holds: a division of longer numbers takes its time.
+    each = total // busy
+    over = total - each * busy
+    at0 = tl.minimum(program, busy)
+    at1 = tl.minimum(program + 1, busy)
+    raw0 = at0 * each + at0 * over // busy
+    raw1 = at1 * each + at1 * over // busy
+    # With whole items alone, how many come before each bound; those of a group follow each other.
+    whole = groups * 0
+    if shape.MODE == BALANCED:
+        whole = _items_each(total, longest, items, programs)
+    item0 = program * whole
+    item1 = item0 + whole
+    alike = False
+    if shape.MODE == BALANCED:
+        alike = longest.to(tl.int64) * groups * shape.HEADS_KV == total
+    if alike:
+        raw0, g0, before0 = _counted(raw0, item0, items, whole, longest, shape)
+        raw1, _, before1 = _counted(raw1, item1, items, whole, longest, shape)
+        units0 = longest
+        units1 = longest
+    else:
+        raw0, raw1, g0, before0, units0, before1, units1 = _sought(
+            raw0, raw1, item0, item1, whole, offs, slots, limits, work, shape, left, right
+        )  # fmt: skip
     first = _bound(raw0, total, before0, units0, work, shape)
     last = _bound(raw1, total, before1, units1, work, shape)
     if shape.MODE == BALANCED:
