@@ -92,6 +92,14 @@ def shape(call: CacheCall) -> Shape:
     return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
 
 
+def work(call: CacheCall) -> tuple[Any, ...]:
+    """The fields of `decode_plan.Work`. Where one tile has all rows of every sequence, nothing is divided by tiles."""
+    row_tiles, *rest = call.work
+    # What fits one warpgroup's rows has one tile always, so this compiles nothing anew.
+    single = call.tile.block_m == ROWS and row_tiles == 1 and not is_latent(call.problem)
+    return (gl.constexpr(1) if single else row_tiles, *rest)
+
+
 def attend_cache(problem: CacheProblem, tile: TileConfig, inputs: CacheInputs, tape: Tape) -> Results:
     """Append and attend: ``out`` in `out_dtype` and ``lse`` fp32."""
     if is_latent(problem) and tile != _tile_of_latents(problem):
@@ -127,7 +135,7 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     *registers, most = _REGISTERS[2 if one else config.block_m // ROWS, config.programs]
     arguments = (
         rows_of(inputs.q, packed), *_described(call, tape), rows_of(results[0], packed), results[1], parts, call.slots,
-        call.rope, tree, sinks, variant, extra, sizes, *call.limits, *call.work, stat_rows(call), call.rope_length,
+        call.rope, tree, sinks, variant, extra, sizes, *call.limits, *work(call), stat_rows(call), call.rope_length,
         left, right, gl.constexpr(call.early), *stages, *registers,
     )  # fmt: skip
     options = {"num_warps": config.num_warps, "maxnreg": most, **call.early_options}
