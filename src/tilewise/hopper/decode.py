@@ -161,6 +161,15 @@ def load(rings, descs, slots, mine, limits, work, left, right, shape, PAIRED: gl
 
 
 @gluon.jit
+def foresee(numbers, count):
+    """Have the first 128 of these brought to L2, where whoever writes them writes too: nothing is read."""
+    at = gl.minimum(gl.arange(0, 32, lane_layout()) * (decode_plan.CHUNK // 32), count - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [numbers + at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def share_of(slots, limits, work, left, right, shape, WARPS: gl.constexpr, EARLY: gl.constexpr):
     """What this program has to do, as a role of so many warps finds out for itself, once the kernel before has ended.
 
@@ -177,6 +186,8 @@ def share_of(slots, limits, work, left, right, shape, WARPS: gl.constexpr, EARLY
 @gluon.jit
 def load_share(rings, descs, slots, limits, work, left, right, shape, EARLY: gl.constexpr):
     """`load` for what this program has to do."""
+    if EARLY:
+        foresee(slots.used, limits.batch)
     mine = share_of(slots, limits, work, left, right, shape, 1, EARLY)
     load(rings, descs, slots, mine, limits, work, left, right, shape, False)
 
