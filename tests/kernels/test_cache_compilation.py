@@ -202,7 +202,7 @@ def test_few_rows_of_a_latent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_launched_early_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From sm_90 on, and the first thing that a kernel does is to wait for what the one before it wrote."""
+    """From sm_90 on, and the first thing that a kernel does is to let the next one come, and wait for the one before."""
     monkeypatch.setattr(_triton, "_architecture", lambda problem: "hopper")
     problem, given = prepare(*call(1, 128, torch.bfloat16), torch.zeros(2, dtype=torch.int32))
     on_gpu = replace(problem, attention=replace(problem.attention, assumed_capability=(9, 0)))
@@ -212,7 +212,7 @@ def test_kernels_are_launched_early_and_wait(monkeypatch: pytest.MonkeyPatch) ->
     for kernel in kernels:
         memory = re.compile(r"griddepcontrol\.\w+|\b(?:ld|st|cp\.async|red|atom)\.[\w.]*global|cp\.async")
         first, second, *rest = memory.findall(kernel.ptx)
-        assert (first, second) == ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+        assert (first, second) == ("griddepcontrol.launch_dependents", "griddepcontrol.wait")
         assert rest and not [text for text in rest if text.startswith("griddep")]
     with keys() as early:
         _triton.attend_cache(on_gpu, given)

@@ -406,8 +406,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Programs: as many as the device runs at once, each with its share of all work; EARLY: see `combine`."""
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     program = tl.program_id(0)

@@ -176,8 +176,8 @@ def share_of(slots, limits, work, left, right, shape, WARPS: gl.constexpr, EARLY
     What reads no memory is done by then, and no role waits for another. EARLY: see `combine`.
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # All of them in every warp, so that none waits for another.
     groups = gl.arange(0, decode_plan.CHUNK, gl.BlockedLayout([decode_plan.CHUNK // 32], [32], [WARPS], [0]))
     return decode_plan.share(gl.program_id(0), gl.num_programs(0), groups, slots, limits, work, shape, left, right)

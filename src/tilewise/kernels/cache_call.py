@@ -94,7 +94,8 @@ class CacheCall:
         """Whether a kernel is launched while the one before it ends (programmatic dependent launch, from sm_90 on).
 
         It begins by waiting until all of that one's writes are there, so only the time of a launch is saved. Each one
-        waits, whatever it has to do: that it is complete then says the same of all before it.
+        waits, whatever it has to do: that it is complete then says the same of all before it. The one after it is let
+        in first, which cannot be before all programs of this one are there, so none waits for room that another has.
         """
         capability = self.problem.attention.capability
         return capability is not None and capability >= (9, 0)

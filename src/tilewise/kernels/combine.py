@@ -29,11 +29,12 @@ def combine_kernel(
 ):  # fmt: skip
     """Programs: (program of `decode`, or item of a fixed plan; packed row of its tile).
 
-    EARLY: it is launched while `decode` runs, and waits here for all that it has written.
+    EARLY: it is launched while `decode` runs, and waits here for all that it has written. The next kernel may be
+    launched by then, which waits for this one in turn: so its programs are there when this one ends.
     """
     if EARLY:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     limits = Limits(batch, seqlen_q, total_q, seqlen_new, capacity, cache_rows, table_row, tree_batch)
     work = Work(row_tiles, splits, cut, whole)
     index = tl.program_id(0) // rows
