@@ -8,7 +8,7 @@ import torch
 import triton.experimental.gluon.language as gl
 
 from .. import errors
-from ..kernels import compiled
+from ..kernels import compiled, counters
 from ..kernels.cache_call import CacheCall, Results, merge, parts_of, read_only, serve, stat_rows, variant_of
 from ..kernels.replay import Tape
 from ..kernels.rows import rows_of
@@ -23,6 +23,8 @@ from .launch import ROWS
 _MAX_HEAD_DIM = 256
 # Slots that a page has a multiple of: TMA writes whole rows of eight to shared memory.
 _ROW_GROUP = 8
+# Packed rows of a sequence up to which `decode` merges.
+_MERGED_ROWS = 16
 # By consumers and programs on a multiprocessor: registers of the producer and of consumers, and the option maxnreg.
 _REGISTERS = {(1, 2): (56, 200, 128), (1, 1): (96, 240, 168), (2, 1): (40, 232, 168)}
 
@@ -79,6 +81,13 @@ def box(problem: CacheProblem, tile: TileConfig) -> int:
     return min(tile.block_n, page & -page) if page else tile.block_n
 
 
+def merges(call: CacheCall) -> bool:
+    """Whether `decode` merges what it has cut: of few rows, for those of an item are merged by one program."""
+    attention, plan = call.problem.attention, call.plan
+    few = attention.seqlen_q * attention.group_size <= _MERGED_ROWS and call.tile.block_m == ROWS
+    return few and plan.balanced and plan.programs <= counters.SIZE and not is_latent(call.problem)
+
+
 def shape(call: CacheCall) -> Shape:
     """Compile-time sizes."""
     attention, tile = call.problem.attention, call.tile
@@ -89,7 +98,7 @@ def shape(call: CacheCall) -> Shape:
         attention.packed, *dims, *blocks, tile.block_m, tile.block_n, call.problem.page_size or 0,
         box(call.problem, tile),
     )  # fmt: skip
-    return Shape._make((*map(gl.constexpr, sizes), call.mode, gl.constexpr(tile.block_m // ROWS)))
+    return Shape._make((*map(gl.constexpr, sizes), call.mode, *map(gl.constexpr, (tile.block_m // ROWS, merges(call)))))
 
 
 def work(call: CacheCall) -> tuple[Any, ...]:
@@ -126,9 +135,10 @@ def _described(call: CacheCall, tape: Tape) -> list[Any]:
 
 
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
-    """Launch `decode` or `latent`, and `combine` if an item may have more than one piece."""
+    """Launch `decode` or `latent`, and `combine` if an item may have more than one piece and is not merged there."""
     inputs, packed, config = call.inputs, call.problem.attention.packed, call.tile
-    parts, (tree, sinks), sizes = parts_of(call, tape), read_only(call, tape), shape(call)
+    itself = merges(call)
+    parts, (tree, sinks), sizes = parts_of(call, tape, itself), read_only(call, tape), shape(call)
     variant, extra, left, right = variant_of(call)
     one = is_latent(call.problem)
     kernel, stages = (latent_kernel, ()) if one else (decode_kernel, (config.num_stages,))
@@ -140,4 +150,5 @@ def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     )  # fmt: skip
     options = {"num_warps": config.num_warps, "maxnreg": most, **call.early_options}
     tape.launch(kernel, call.plan.programs, arguments, **options)
-    merge(call, results, parts, sizes, (left, right), tape)
+    if not itself:
+        merge(call, results, parts, sizes, (left, right), tape)

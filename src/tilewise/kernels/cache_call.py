@@ -206,14 +206,21 @@ def read_only(call: CacheCall, tape: Tape) -> tuple[torch.Tensor | None, torch.T
     return bits, None if sinks is None else sinks.contiguous()
 
 
-def parts_of(call: CacheCall, tape: Tape) -> Parts:
-    """Memory for partial results: a kernel is the same whether there is anything to merge or not."""
+def parts_of(call: CacheCall, tape: Tape, counted: bool = False) -> Parts:
+    """Memory for partial results: a kernel is the same whether there is anything to merge or not.
+
+    `counted`: of a kernel that merges itself, and counts pieces.
+    """
     plan, device = call.plan, call.inputs.q.device
+    if counted:
+        cuts = tape.counters(device)
+    else:
+        cuts = tape.empty((plan.programs, 4), torch.int32, device) if plan.balanced else None
     of_slots = (max(1, plan.slots), plan.block_m)
     return Parts(
         tape.empty((*of_slots, plan.head_dim_v), torch.float32, device),
         tape.empty(of_slots, torch.float32, device),
-        tape.empty((plan.programs, 4), torch.int32, device) if plan.balanced else None,
+        cuts,
     )
 
 

@@ -287,6 +287,12 @@ def piece_of(unit, begin, program, mine, group, item, work, shape):
 
 
 @triton.jit
+def first_of(mine, begin):
+    """Of a balanced plan, the program that has the first piece of the cut item that starts with the unit `begin`."""
+    return (((begin + 1).to(tl.int64) * mine.busy - 1) // mine.total).to(tl.int32)
+
+
+@triton.jit
 def pieces_from(program, mine, begin, units):
     """Of a balanced plan, how many pieces the item has whose first is the last of this program's share `mine`."""
     last = ((begin + units).to(tl.int64) * mine.busy + mine.total - 1) // mine.total - 1

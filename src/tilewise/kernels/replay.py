@@ -20,19 +20,24 @@ import torch
 import triton
 
 from ..problem import Inputs
+from . import counters
 
 # What depends on addresses is kept for this many: an allocator hands out the same ones again and again.
 _ADDRESSES = 64
 
 
 class _Memory(NamedTuple):
-    """Memory that a call takes; `fill`: what it must hold before kernels run, None for anything."""
+    """Memory that a call takes; `fill`: what it must hold before kernels run, None for anything.
+
+    `counts`: it is what `counters` has for a call.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     fill: float | None
+    counts: bool = False
 
 
 class _Part(NamedTuple):
@@ -89,7 +94,7 @@ class Replay:
     """A call's work, to be done again for other tensors."""
 
     def __init__(self, memory: Sequence[_Memory], launches: Sequence[_Launch], results: Sequence[int]) -> None:
-        self._memory = [(_allocator(x.device), x.shape, x.strides, x.dtype, x.fill) for x in memory]
+        self._memory = [(_source(x), x.shape, x.strides, x.dtype, x.fill) for x in memory]
         self._launches, self._results = tuple(launches), tuple(results)
         self._runtime, driver = triton.knobs.runtime, triton.runtime.driver.active
         self._current_device = getattr(torch._C, "_cuda_getDevice", driver.get_current_device)
@@ -118,10 +123,16 @@ class Replay:
         return tuple([held[i] for i in self._results])
 
 
-def _allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+def _source(memory: _Memory) -> Callable[..., torch.Tensor]:
     """``empty_strided(shape, strides, dtype)`` on the current device, past the dispatcher, as compiled graphs do."""
-    direct = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    return direct or partial(_empty_strided, device)
+    if memory.counts:
+        return partial(_counters, memory.device)
+    direct = getattr(torch._C._dynamo.guards, f"_empty_strided_{memory.device.type}", None)
+    return direct or partial(_empty_strided, memory.device)
+
+
+def _counters(device: torch.device, *_: Any) -> torch.Tensor:
+    return counters.take(device)
 
 
 def _empty_strided(
@@ -253,9 +264,17 @@ class Tape:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
         if fill is not None:
             x.fill_(fill)
+        return self._taken(x, _Memory(tuple(x.shape), x.stride(), dtype, x.device, fill))
+
+    def counters(self, device: torch.device) -> torch.Tensor:
+        """Counters of this call, of `counters`; each replay asks for its own."""
+        x = counters.take(device)
+        return self._taken(x, _Memory(tuple(x.shape), x.stride(), x.dtype, device, None, counts=True))
+
+    def _taken(self, x: torch.Tensor, memory: _Memory) -> torch.Tensor:
         self._places[id(x)] = (len(self._held), 0)
         self._held.append(x)
-        self._memory.append(_Memory(tuple(x.shape), x.stride(), dtype, x.device, fill))
+        self._memory.append(memory)
         return x
 
     def part(self, x: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:

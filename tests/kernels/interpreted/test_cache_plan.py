@@ -24,7 +24,7 @@ from tilewise.tiles import TileConfig
 assert _triton.NAME, "what mends the interpreter is imported"
 
 TILE = TileConfig(16, 32, 4, 1, programs=5)
-FIELDS = 8
+FIELDS = 9
 
 
 @triton.jit
@@ -46,9 +46,12 @@ def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
             start = begin + h * group.units
             piece = decode_plan.piece_of(unit, start, p, mine, group, g * shape.HEADS_KV + h, work, shape)
             merged = 0
+            first = -1
+            if (shape.MODE == decode_plan.BALANCED) & (piece.slot >= 0):
+                first = decode_plan.first_of(mine, start)
             if piece.is_first & (piece.slot >= 0):
                 merged = decode_plan.pieces_from(p, mine, start, group.units)
-            at = found + tl.atomic_add(count, 1) * 8
+            at = found + tl.atomic_add(count, 1) * 9
             tl.store(at, group.seq.b)
             tl.store(at + 1, g % row_tiles)
             tl.store(at + 2, h)
@@ -57,6 +60,7 @@ def pieces_kernel(  # type: ignore[no-untyped-def]  # Triton reads annotations
             tl.store(at + 5, piece.slot)
             tl.store(at + 6, p)
             tl.store(at + 7, merged)
+            tl.store(at + 8, first)
             unit = piece.stop
         if unit >= begin + width:
             begin += width
@@ -120,6 +124,8 @@ def test_pieces(name: str, cuts: dict[str, int], width: tl.constexpr) -> None:
         cut = {item: merge for item, merge in zip(items, want.merges.tolist(), strict=True) if merge[2] > 1}
         assert counts == {item: merge[2] for item, merge in cut.items()}
         firsts = {tuple(row[:3]): row[5:7] for row in got if row[7]}
+        # All pieces of an item know who has its first.
+        assert all(row[8] == firsts[tuple(row[:3])][1] for row in got if row[5] >= 0)
         for item, (first, second, _) in cut.items():
             slot, program = firsts[item]
             assert (slot, 2 * (program + 1)) == (first, second)
