@@ -202,7 +202,7 @@ def test_few_rows_of_a_latent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_launched_early_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From sm_90 on, and the first thing that a kernel does is to let the next one come, and wait for the one before."""
+    """From sm_90 on, and the first that a kernel does is to let the next one come, and wait for the one before."""
     monkeypatch.setattr(_triton, "_architecture", lambda problem: "hopper")
     problem, given = prepare(*call(1, 128, torch.bfloat16), torch.zeros(2, dtype=torch.int32))
     on_gpu = replace(problem, attention=replace(problem.attention, assumed_capability=(9, 0)))

@@ -212,10 +212,9 @@ def parts_of(call: CacheCall, tape: Tape, counted: bool = False) -> Parts:
     `counted`: of a kernel that merges itself, and counts pieces.
     """
     plan, device = call.plan, call.inputs.q.device
-    if counted:
-        cuts = tape.counters(device)
-    else:
-        cuts = tape.empty((plan.programs, 4), torch.int32, device) if plan.balanced else None
+    cuts = tape.counters(device) if counted else None
+    if plan.balanced and not counted:
+        cuts = tape.empty((plan.programs, 4), torch.int32, device)
     of_slots = (max(1, plan.slots), plan.block_m)
     return Parts(
         tape.empty((*of_slots, plan.head_dim_v), torch.float32, device),

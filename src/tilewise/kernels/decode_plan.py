@@ -143,7 +143,9 @@ def _bound(raw, total, before, units, work, shape):
     """A bound between programs, moved to the nearer end of an item that is not to be cut."""
     bound = raw
     if shape.MODE == BALANCED:
-        if (units <= work.whole) & (raw < total):
+        short = (units <= work.whole) & (raw < total)
+        # Long divisions are for short items alone.
+        if short:
             begin = before + (raw - before) // tl.maximum(units, 1) * units
             bound = tl.where(2 * (raw - begin) < units, begin, begin + units)
     return bound
