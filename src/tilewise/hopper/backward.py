@@ -260,7 +260,8 @@ def gather(
     TO_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEYS, k_width=2)
     dtype: gl.constexpr = io.q_desc.dtype
     # The lse is asked for before its products are there, where there are registers for it (docs/tuning.md).
-    EARLY: gl.constexpr = shape.BLOCK_D > HALF or shape.CLEAN
+    PLAIN: gl.constexpr = variant.fold is not None and variant.fold and variant.seed is None
+    EARLY: gl.constexpr = shape.BLOCK_D > HALF or (shape.CLEAN and PLAIN)
     no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
     dk = gl.zeros([HALF, shape.BLOCK_D], gl.float32, KEYS)

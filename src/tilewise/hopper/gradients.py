@@ -37,7 +37,6 @@ _REGISTERS = 168
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
-_Q_STAGES = {64: 3, 128: 2}  # by width
 # Up to so many elements of the keys that the middle row sees, where others do not see all of them, dq is added up in
 # turn (docs/tuning.md).
 FEW_KEYS = 2304 * 128
@@ -343,7 +342,7 @@ def _gather(
         variant,
         extra,
         shape,
-        _Q_STAGES[d],
+        3 if d < _TOGETHER and variant.seed is None else 2,
         tile.num_stages,
     )
     # Who takes turns must be at work at once, which a cooperative launch sees to.
