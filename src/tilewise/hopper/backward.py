@@ -277,8 +277,10 @@ def gather(
         if ready == 0:
             my_turn(smem.alternation, phase, W)
             left = seq.len_q - m * shape.BLOCK_M
-            s = times_rows(smem.k, n, smem.q, i, left, no_scores, shape, W)
-            dp = times_rows(smem.v, n, smem.do, i, left, no_scores, shape, W)
+            # ptxas takes parts of K's descriptors from here for dQ too, past a branch that may not have been taken.
+            here = scores.opaque(n)
+            s = times_rows(smem.k, here, smem.q, i, left, no_scores, shape, W)
+            dp = times_rows(smem.v, here, smem.do, i, left, no_scores, shape, W)
             next_turn(smem.alternation, W, CONSUMERS)
             s, dp = warpgroup_mma_wait(0, deps=(s, dp))
             phase += 1
