@@ -38,9 +38,9 @@ _Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
-# Up to so many elements of the keys that the middle row sees, where others do not see all of them, dq is added up in
-# turn (docs/tuning.md).
-FEW_KEYS = 2304 * 128
+# Up to so many keys that the middle row sees, where others do not see all of them, dq is added up in turn; above head
+# dim 64, where steps are shorter, up to an eighth (docs/tuning.md).
+FEW_KEYS = 4608
 _STAT_ROWS = 128  # of which a multiple fills every tile
 _LINE = gl.NVMMASharedLayout(0, 32, rank=1)
 
@@ -77,7 +77,7 @@ def _in_turn(problem: Problem) -> bool:
         return False
     band = launch.bounds(problem)[0]
     some = band.left is None or (band.right is not None and band.left + band.right >= 0)
-    few = band.middle_keys() * max(problem.head_dim, problem.head_dim_v) <= FEW_KEYS
+    few = band.middle_keys() <= (FEW_KEYS if _width(problem) < _TOGETHER else FEW_KEYS // 8)
     uneven = band.left is not None or band.right is not None
     return some and ((few and uneven) or options.deterministic)
 
