@@ -128,7 +128,7 @@ DECODE: dict[tuple[int, int], tuple[Budget, Budget]] = {
     (64, 128): (Budget(395), Budget(380)),
     (64, 256): (Budget(520, 0, 340), Budget(495, 1)),
     (128, 64): (Budget(510), Budget(495)),
-    (128, 128): (Budget(560, 1, 360), Budget(545, 1, 300)),
+    (128, 128): (Budget(560, 1, 360), Budget(545, 1, 350)),
     (128, 256): (Budget(515, 6, 920), Budget(510, 12, 700)),
 }
 # Of latents on Hopper: a tile that a warpgroup has scored, and of warpgroup 1 what the other has.
