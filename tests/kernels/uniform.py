@@ -1,7 +1,8 @@
 """Uniform registers that a kernel reads and never writes: what ptxas got wrong, for no source can ask for that.
 
 ptxas 12.8 loses the first part of a sum of 64 bits by which wgmma finds a tile in shared memory, where two tiles of
-different orders take turns at one place: the product then reads anywhere.
+different orders take turns at one place: the product then reads anywhere. Where products before a loop are in a branch,
+it takes parts of their sums for products of the same tile behind it, also where that branch was not taken.
 """
 
 from __future__ import annotations
@@ -37,22 +38,41 @@ def _of(text: str) -> tuple[set[int], set[int]]:
     return written, read
 
 
+# Sums of 64 bits, in two halves or one instruction, and products.
+_FINDS = re.compile(r"UIADD3 UR\d+, UP\d+, UR\d+|UIADD3\.X|UIADD3\.64|HGMMA")
+
+
 def unwritten(cubin: bytes) -> list[str]:
-    """Instructions that read a uniform register which nothing on any way to them writes."""
+    """Instructions that read a uniform register which nothing on any way to them writes; of those that find a tile for
+    a product, also such that something does not write on every way.
+    """
     body, labels = instructions(cubin)
     after = followers(body, labels)
     effects = [_of(text) for text in body]
+    some, every = _written(body, after, effects, every=False), _written(body, after, effects, every=True)
+    found = []
+    for i, text in enumerate(body):
+        surely = every[i] if _FINDS.search(text) else some[i]
+        if surely is not None and effects[i][1] - surely:
+            found.append(f"{16 * i:#x}: {text}")
+    return found
+
+
+def _written(
+    body: list[str], after: list[list[int]], effects: list[tuple[set[int], set[int]]], every: bool
+) -> list[set[int] | None]:
+    """What is written before each instruction, on some way to it or on every way; None: there is no way."""
     known: list[set[int] | None] = [None] * len(body)
     known[0] = set()
     left = [0]
     while left:
         i = left.pop()
-        now = (known[i] or set()) | effects[i][0]
+        skipped = every and body[i].startswith("@")
+        now = (known[i] or set()) | (set() if skipped else effects[i][0])
         for j in after[i]:
             before = known[j]
-            if before is None or not now <= before:
-                known[j] = now | (before or set())
+            new = now if before is None else now & before if every else now | before
+            if new != before:
+                known[j] = new
                 left.append(j)
-    return [
-        f"{16 * i:#x}: {text}" for i, text in enumerate(body) if (ways := known[i]) is not None and effects[i][1] - ways
-    ]
+    return known
