@@ -1,56 +1,77 @@
-"""Programs that work on one tile after the other: a call of so many heads that each has several, against the oracle.
-
-The heads are copies of two, so each pair of them can be held to what the oracle says of those.
-"""
+"""Programs that work on one tile after the other: calls of so many heads that each has several, against the oracle."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from subjects import BACKENDS
 
 import tilewise
-from conformance.calls import Call, Cotangents, Draw, Result, Shape, cotangents, dense, run
+from conformance.calls import Call, Draw, Shape, cotangents, dense, offsets, run
 from conformance.verify import compare
 
-# Tiles of 128 rows or keys: 8 · 32 · 2 · 5 are nineteen for each multiprocessor of an H200.
-BATCH, COPIES, LENGTH = 8, 32, 640
-CASES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window": (200, 0)},
-    "softcap": {"causal": True, "softcap": 30.0},
-    "repeatable": {"deterministic": True},
+BACKENDS = ["triton", *(["hopper"] if torch.cuda.get_device_capability() == (9, 0) else [])]
+# Tiles of 128 rows or keys: 4 · 32 · 5 are five for each multiprocessor of an H200.
+BATCH, HEADS, LENGTH = 4, 32, 640
+MEMBERS = ([640, 1, 300, 129, 0, 1000, 64, 500], [640, 130, 300, 1, 200, 900, 64, 600])
+
+Options = dict[str, Any]
+DENSE: dict[str, Callable[[Draw], Options]] = {
+    "full": lambda d: {},
+    "causal": lambda d: {"causal": True},
+    "window": lambda d: {"window": (200, 0)},
+    "softcap": lambda d: {"causal": True, "softcap": 30.0},
+    "repeatable": lambda d: {"deterministic": True},
+    "repeatable_causal": lambda d: {"causal": True, "deterministic": True},
+    "dropout": lambda d: {"dropout_p": 0.2, "dropout_seed": torch.tensor(7, device=d.device)},
+    "alibi": lambda d: {"causal": True, "alibi_slopes": d.uniform(HEADS)},
+    "block_mask": lambda d: {"mask": tilewise.BlockMask(d.bools(1, HEADS, 5, 5), 128, 128)},
+    "interval": lambda d: {"mask": _interval(d)},
 }
+PACKED: dict[str, Options] = {"full": {}, "causal": {"causal": True}, "window": {"window": (100, 100)}}
 
 
-def copies(x: torch.Tensor) -> torch.Tensor:
-    """Of [1, S, 2, D], or of a statistic [1, 2, S]."""
-    return x.repeat(BATCH, 1, COPIES, 1) if x.dim() == 4 else x.repeat(BATCH, COPIES, 1)
+def _interval(draw: Draw) -> tilewise.Interval:
+    rows = torch.arange(LENGTH, device=draw.device)
+    return tilewise.Interval(rows - 150, rows + 90)
 
 
-def pair(x: torch.Tensor, b: int, copy: int) -> torch.Tensor:
-    """One of the copies."""
-    heads = slice(2 * copy, 2 * copy + 2)
-    return (x[b : b + 1, :, heads] if x.dim() == 4 else x[b : b + 1, heads]).contiguous()
+def packed(head_dim: int, draw: Draw, **options: Any) -> Call:
+    """Members of all kinds of lengths."""
+    q, k, v = (draw.normal(sum(lengths), HEADS, head_dim, dtype=torch.bfloat16) for lengths in (*MEMBERS, MEMBERS[1]))
+    longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, MEMBERS), strict=True))
+    cu_q, cu_k = (offsets(lengths, draw.device) for lengths in MEMBERS)
+    return Call(q, k, v, {**longest, **options}, (cu_q, cu_k))
 
 
-def verify_copies(device: str, options: dict[str, Any], head_dim: int, backend: str | None) -> None:
-    draw = Draw(device)
-    two: Call = dense(Shape(1, LENGTH, LENGTH, 2, 2, head_dim, head_dim), torch.bfloat16, draw, **options)
-    wanted: Cotangents = cotangents(two, draw)
-    many = two.with_tensors(**{name: copies(x) for name, x in two.tensors().items()})
-    do, dlse = (None if x is None else copies(x) for x in wanted)
-    got = run(lambda call: call.attend(tilewise, backend=backend), many, (do, dlse), ("q", "k", "v"))
-    for b in range(BATCH):
-        part = {name: pair(x, b, (5 * b) % COPIES) for name, x in got.items()}
-        compare(two, Result(part.pop("out"), part.pop("lse"), {name[1:]: x for name, x in part.items()}), wanted)
+def verify_rounds(call: Call, draw: Draw, backend: str) -> None:
+    wanted = cotangents(call, draw)
+    names = ("q", "k", "v")
+    compare(call, run(lambda c: c.attend(tilewise, backend=backend), call, wanted, names), wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", CASES)
-def test_every_round(name: str, head_dim: int, backend: str | None) -> None:
-    verify_copies("cuda", CASES[name], head_dim, backend)
+@pytest.mark.parametrize("name", DENSE)
+def test_every_round(name: str, head_dim: int, backend: str) -> None:
+    draw = Draw("cuda")
+    shape = Shape(BATCH, LENGTH, LENGTH, HEADS, HEADS, head_dim, head_dim)
+    verify_rounds(dense(shape, torch.bfloat16, draw, **DENSE[name](draw)), draw, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", PACKED)
+def test_every_round_of_packed(name: str, head_dim: int, backend: str) -> None:
+    draw = Draw("cuda")
+    verify_rounds(packed(head_dim, draw, **PACKED[name]), draw, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_round_of_groups(head_dim: int, backend: str) -> None:
+    draw = Draw("cuda")
+    shape = Shape(2 * BATCH, LENGTH, LENGTH, HEADS, HEADS // 2, head_dim, head_dim)
+    verify_rounds(dense(shape, torch.bfloat16, draw, causal=True), draw, backend)

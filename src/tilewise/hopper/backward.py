@@ -11,8 +11,11 @@ registers. Each has five products a tile in one go: dV and dK of the tile whose 
 and Sᵀ and dPᵀ of the next. dQ takes dSᵀ of both: the second one's half is of the same tile, the first one's of the tile
 before. Whose turn it is says all that they must know of each other (`gather`).
 
+One tile of keys passes into the next: K is there ahead, V comes while the last rows are at work, and what follows their
+products are those of the next tile's first rows.
+
 dq is added up in fp32 by TMA, half a tile at a time; programs that share rows begin at different ones. Their order is
-not fixed unless there are `turns`. dk and dv leave by TMA, through the memory of K and V.
+not fixed unless there are `turns`. dk and dv leave by TMA, through the memory of K and dSᵀ.
 
 HBM: reads k, v once and q, do, lse, delta once per tile of keys (mostly from L2); writes dk, dv; adds to dq once per
 tile of keys.
@@ -38,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import scores, unread
+from .epilogue import halves
 from .key_tiles import before, is_masked, keys_of, met, place_of, row_tile
 from .pipeline import (
     arrived,
@@ -51,8 +55,8 @@ from .pipeline import (
     tma_load,
     tma_store,
 )
-from .products import as_operand, packed
-from .query_gradient import HALF, WARPS, add_dq, announce, dq_stages, put
+from .products import as_operand, numbers_of, packed
+from .query_gradient import HALF, STAGES, WARPS, add_dq, announce, put
 from .recompute import (
     draw,
     exponents,
@@ -97,7 +101,7 @@ class Io(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Shared memory: rings of q and do with their statistics, of k, v, and of halves of dq on their way to memory; dSᵀ
+    """Shared memory: rings of q, of do and both statistics, of k, v, and of halves of dq on their way to memory; dSᵀ
     of two tiles; the barriers by which warpgroups alternate; with dropout, its bits for each of them.
     """
 
@@ -129,9 +133,9 @@ def load(io, smem, band, work, variant, shape):
             for j in range(gl.maximum(span.count, 1)):
                 if j < span.count:
                     head, m = row_tile(j, head, m, span, variant)
-                    descs, line_descs = (io.q_desc, io.do_desc), (io.lse_desc, io.delta_desc)
-                    rings, lines = (smem.q, smem.do), (smem.lse, smem.delta)
-                    load_rows(descs, line_descs, rings, lines, seq, head, m, i, io.stat_rows, work, shape)
+                    descs, rings = (io.q_desc, io.do_desc), (smem.q, smem.do)
+                    lines = (), ((io.lse_desc, smem.lse), (io.delta_desc, smem.delta))
+                    load_rows(descs, rings, lines, seq, head, m, i, io.stat_rows, work, shape)
                     i += 1
                 if j == 0:
                     keys = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
@@ -150,23 +154,46 @@ def stat_of(seq, line, m, shape):
 
 
 @gluon.jit
-def load_rows(descs, line_descs, rings, lines, seq, head, m, i, stat_rows, work, shape):
-    """The m-th tile of rows of q and of do, each with the statistic that goes with it, as use i of the rings."""
+def load_rows(descs, rings, lines, seq, head, m, i, stat_rows, work, shape):
+    """The m-th tile of rows of q and of do as use i of the rings, each with the statistics that go with it: `lines` of
+    both are pairs of descriptor and memory.
+    """
     b, h, row = place_of(seq, head, m, work, shape)
     stat = stat_of(seq, (b * (work.heads * work.group) + h) * stat_rows, m, shape)
     for part in gl.static_range(2):
-        ring = rings[part]
-        stage = i % ring.STAGES
-        mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
-        mbarrier.expect(ring.full.index(stage), descs[part].block_type.nbytes + line_descs[part].block_type.nbytes)
-        tma_load(line_descs[part], [stat], ring.full.index(stage), lines[part].index(stage))
-        tma_load(descs[part], [b, row, h, 0], ring.full.index(stage), ring.tiles.index(stage))
+        load_beside(descs[part], rings[part], lines[part], [b, row, h, 0], stat, i)
+
+
+@gluon.jit
+def load_beside(desc, ring, lines, coord, stat, i):
+    """Load the tile at `coord` as use i of the ring, and beside it the fp32 lines from `stat` on."""
+    LINES: gl.constexpr = len(lines)
+    ROWS: gl.constexpr = desc.block_type.shape[1]
+    BYTES: gl.constexpr = desc.block_type.nbytes + LINES * ROWS * 4
+    stage = i % ring.STAGES
+    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), BYTES)
+    for k in gl.static_range(LINES):
+        tma_load(lines[k][0], [stat], ring.full.index(stage), lines[k][1].index(stage))
+    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def ds_of(ds, i, shape):
+    """dSᵀ of tile i."""
+    return ds.index(i & 1).reshape([shape.BLOCK_N, shape.BLOCK_M])
+
+
+@gluon.jit
+def own_ds(ds, i, shape, W: gl.constexpr):
+    """dSᵀ of tile i and the keys of warpgroup W."""
+    return ds_of(ds, i, shape).slice(HALF * W, HALF, dim=0)
 
 
 @gluon.jit
 def query_gradient(smem, i, k_smem, no_dq, shape, W: gl.constexpr):
     """A half of ``dQ = dS K`` of tile i, asynchronously."""
-    ds_smem = smem.ds.index(i & 1)
+    ds_smem = ds_of(smem.ds, i, shape)
     if shape.BLOCK_M == 2 * HALF:
         ds_smem = ds_smem.slice(HALF * W, HALF, dim=1)
     else:
@@ -175,19 +202,34 @@ def query_gradient(smem, i, k_smem, no_dq, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def keys_half(ring, W: gl.constexpr):
-    """The keys, or values, of warpgroup W."""
+def keys_half(ring, n, W: gl.constexpr):
+    """The keys, or values, of warpgroup W in use n of their ring."""
     COLUMNS: gl.constexpr = ring.tiles.shape[4]
-    return ring.tiles.index(0).reshape([CONSUMERS * HALF, COLUMNS]).slice(HALF * W, HALF, dim=0)
+    tile_smem = ring.tiles.index(n % ring.STAGES).reshape([CONSUMERS * HALF, COLUMNS])
+    return tile_smem.slice(HALF * W, HALF, dim=0)
 
 
 @gluon.jit
-def times_rows(keys, rows, i, m, seq, zero, shape, W: gl.constexpr):
-    """``Sᵀ = K Qᵀ``, or ``dPᵀ = V dOᵀ``, of the rows that are use i of their ring, asynchronously."""
+def times_rows(keys, n, rows, i, left, zero, shape, W: gl.constexpr):
+    """``Sᵀ = K Qᵀ``, or ``dPᵀ = V dOᵀ``, of uses n and i of their rings, asynchronously.
+
+    Of the rows so many are `left` to the sequence.
+    """
     rows_smem = arrived(rows, i, shape.BLOCK_M, rows.tiles.shape[4])
     if shape.PACKED:
-        unread.cut(rows_smem, seq.len_q - m * shape.BLOCK_M, WARPS)
-    return warpgroup_mma(keys_half(keys, W), rows_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+        unread.cut(rows_smem, left, WARPS)
+    return warpgroup_mma(keys_half(keys, n, W), rows_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def coming(t, band, work, variant, shape, turns):
+    """Of the tile of keys number t, if there is one: whether any rows see it, and how many are left from the first."""
+    seq, _, span = met(gl.maximum(t, 0), band, work, variant, shape, turns)
+    some = (t >= 0) & (span.count > 0)
+    left = shape.BLOCK_M
+    if shape.PACKED:
+        left = gl.where(some, seq.len_q - span.start * shape.BLOCK_M, shape.BLOCK_M)
+    return some.to(gl.int32), left
 
 
 @gluon.jit
@@ -198,13 +240,18 @@ def kept(p32, variant, key, own, m0, n0, heads, smem, shape, W: gl.constexpr):
 
 
 @gluon.jit
-def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape, W: gl.constexpr):
+def gather(
+    i, n, phase, next_up, state, seq, n0, span, io, smem, band, work, variant, extra, shape, W: gl.constexpr
+):  # fmt: skip
     """dk and dv of the 64 keys from n0, and a half of all that the tile adds to dq, handed over row tile by row tile;
-    and the next use, and phase.
+    and the next use, phase, and `state`: products of the first rows, and whether they are there.
 
-    Warpgroups take a turn in every phase: one before the first tile, one for each, one after the last. Who passes it
-    on has stored dSᵀ of its keys, and has read what it needs of the other's before: of tile i - 1, and the second one,
-    W 1, of tile i too. That is why dSᵀ of two tiles is kept, and nothing else is waited for.
+    Warpgroups take a turn in every phase: one for products of the first rows, if nobody has seen to them, one for each
+    tile of rows, one after the last. Who passes it on has stored dSᵀ of its keys, and has read what it needs of the
+    other's before: of tile i - 1, and the second one, W 1, of tile i too. That is why dSᵀ of two tiles is kept, and
+    nothing else is waited for.
+
+    `next_up` is what is `coming`: the last rows' turn is also that of the first rows of the next tile of keys.
     """
     SCORES: gl.constexpr = tile_layout(WARPS, shape.BLOCK_M)
     KEYS: gl.constexpr = tile_layout(WARPS, shape.BLOCK_D)
@@ -212,24 +259,41 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     TO_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEYS, k_width=2)
     dtype: gl.constexpr = io.q_desc.dtype
+    # The lse is asked for before its products are there, where there are registers for it (docs/tuning.md).
+    PLAIN: gl.constexpr = variant.fold is not None and variant.fold and variant.seed is None
+    EARLY: gl.constexpr = shape.BLOCK_D > HALF or (shape.CLEAN and PLAIN)
     no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
     dk = gl.zeros([HALF, shape.BLOCK_D], gl.float32, KEYS)
     dv = gl.zeros([HALF, shape.BLOCK_DV], gl.float32, VALUES)
-    k_smem = smem.k.tiles.index(0).reshape([shape.BLOCK_N, shape.BLOCK_D])
+    k_smem = smem.k.tiles.index(n % smem.k.STAGES).reshape([shape.BLOCK_N, shape.BLOCK_D])
     keys = (n0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES)))[:, None]
-    s, dp = no_scores, no_scores
+    s, dp, ready = state
+    follows, next_left = next_up
     key, heads = key_of(variant), work.heads * work.group
     head, m = before(span)
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
-        my_turn(smem.alternation, phase, W)
-        s = times_rows(smem.k, smem.q, i, m, seq, no_scores, shape, W)
-        dp = times_rows(smem.v, smem.do, i, m, seq, no_scores, shape, W)
-        next_turn(smem.alternation, W, CONSUMERS)
-        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-        phase += 1
+        if ready == 0:
+            my_turn(smem.alternation, phase, W)
+            left = seq.len_q - m * shape.BLOCK_M
+            # ptxas takes parts of K's descriptors from here for dQ too, past a branch that may not have been taken.
+            here = scores.opaque(n)
+            s = times_rows(smem.k, here, smem.q, i, left, no_scores, shape, W)
+            dp = times_rows(smem.v, here, smem.do, i, left, no_scores, shape, W)
+            next_turn(smem.alternation, W, CONSUMERS)
+            s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+            phase += 1
+    lse = smem.lse.index(i % smem.do.STAGES).load(ROW)
     for j in range(span.count):
+        last = j + 1 == span.count
+        # What is read no more makes room for what comes next. If nothing does, it is multiplied once more, for nobody.
+        more = 1
+        if last:
+            more = follows
+            if follows != 0:
+                release(smem.v, n)
+                arrived(smem.k, n + 1, shape.BLOCK_N, shape.BLOCK_D)
         own = Sequence(seq.b, seq.h * work.group + head, seq.q_start, seq.k_start, seq.len_q, seq.len_k, seq.off)
         masked = is_masked(j, m, span, variant)
         m0 = m * shape.BLOCK_M
@@ -237,10 +301,10 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         q_smem = smem.q.tiles.index(stage).reshape([shape.BLOCK_M, shape.BLOCK_D])
         do_smem = smem.do.tiles.index(do_stage).reshape([shape.BLOCK_M, shape.BLOCK_DV])
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
-        s, chain = exponents(
-            s, smem.lse.index(stage).load(ROW)[None, :], own, rows, keys, m0, io, variant, extra, shape, False
-        )  # fmt: skip
-        p = weights(s, own, rows, keys, masked, band, variant, extra)
+        if not EARLY:
+            lse = smem.lse.index(do_stage).load(ROW)
+        s, chain = exponents(s, lse[None, :], own, rows, keys, m0, io, variant, extra, shape, False)
+        p = weights(s, own, rows, keys, m0, masked, band, variant, extra, shape, False)
         p32 = packed(p, dtype)
         delta = smem.delta.index(do_stage).load(ROW)[None, :]
         left = p
@@ -253,108 +317,149 @@ def gather(i, phase, seq, n0, span, io, smem, band, work, variant, extra, shape,
         ds = score_gradient(p, left, dp, delta, masked, variant, shape)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
-        smem.ds.index(i & 1).slice(HALF * W, HALF, dim=0).store(ds16)
-        fence_async_shared()
-        if W == 1:
-            # Its own half is read at once; the first one's has lain there for a turn.
-            cta_barrier()
+        own_ds(smem.ds, i, shape, W).store(ds16)
         my_turn(smem.alternation, phase, W)
         # Operands in registers are waited for behind the next product: so few are kept that all fit.
         p16 = as_operand(p32, dtype, VALUES)
         dv = warpgroup_mma(p16, do_smem, dv, is_async=True)
+        # What takes as long as that product.
+        fence_async_shared()
+        if W == 1:
+            # Its own half is read at once; the first one's has lain there for a turn.
+            cta_barrier()
         ds_operand = gl.convert_layout(ds16, TO_DK, assert_trivial=True)
         dk = warpgroup_mma(ds_operand, q_smem, dk, is_async=True)
         dv, p16 = warpgroup_mma_wait(1, deps=(dv, p16))
-        if j + 1 < span.count:
-            release(smem.do, i)
         # (Of the first one there is no tile before the first: what it multiplies then is handed to nobody.)
         use = i - (1 - W)
         dq = query_gradient(smem, use, k_smem, no_dq, shape, W)
         dk, ds_operand = warpgroup_mma_wait(1, deps=(dk, ds_operand))
-        if j + 1 < span.count:
+        if more != 0:
             release(smem.q, i)
-        # After the last tile these are scores for nobody, of the same rows once more.
-        more = gl.minimum(j + 1, span.count - 1)
-        if j + 1 < span.count:
-            head, m = row_tile(more, head, m, span, variant)
-        s = times_rows(smem.k, smem.q, i + more - j, m, seq, no_scores, shape, W)
+        next_n = n
+        if last:
+            next_n += follows
+        else:
+            head, m = row_tile(j + 1, head, m, span, variant)
+        left = seq.len_q - m * shape.BLOCK_M
+        if last:
+            left = next_left
+        s = times_rows(smem.k, next_n, smem.q, i + more, left, no_scores, shape, W)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         next_turn(smem.alternation, W, CONSUMERS)
+        if more != 0:
+            release(smem.do, i)
         if j >= 1 - W:
             put(dq, smem, use, W)
-        dp = times_rows(smem.v, smem.do, i + more - j, m, seq, no_scores, shape, W)
+        if last & (follows != 0):
+            arrived(smem.v, next_n, shape.BLOCK_N, shape.BLOCK_DV)
+        dp = times_rows(smem.v, next_n, smem.do, i + more, left, no_scores, shape, W)
         if j >= 1 - W:
             announce(smem, use, W)
+        if EARLY:
+            lse = smem.lse.index((i + more) % smem.do.STAGES).load(ROW)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         i += 1
         phase += 1
-    if span.count > 0:
+    if (span.count == 0) | (follows == 0):
+        release(smem.v, n)
+    if (span.count > 0) & (follows == 0):
         release(smem.q, i - 1)
         release(smem.do, i - 1)
-        my_turn(smem.alternation, phase, W)
-        if W == 0:
-            dq = query_gradient(smem, i - 1, k_smem, no_dq, shape, W)
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-        next_turn(smem.alternation, W, CONSUMERS)
-        if W == 0:
-            put(dq, smem, i - 1, W)
-            announce(smem, i - 1, W)
-        phase += 1
-    return dk, dv, i, phase
+    return dk, dv, i, phase, (s, dp, gl.where(span.count > 0, follows, 0))
+
+
+@gluon.jit
+def finish(i, n, phase, smem, shape, W: gl.constexpr):
+    """The first warpgroup's half of dq of the last tile of rows, i - 1, in a turn after all others; the next phase."""
+    # As in `gather`: nothing of these descriptors is to come from a loop that may not have run.
+    here = scores.opaque(n)
+    k_smem = smem.k.tiles.index(here % smem.k.STAGES).reshape([shape.BLOCK_N, shape.BLOCK_D])
+    no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
+    my_turn(smem.alternation, phase, W)
+    if W == 0:
+        dq = query_gradient(smem, scores.opaque(i - 1), k_smem, no_dq, shape, W)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+    next_turn(smem.alternation, W, CONSUMERS)
+    if W == 0:
+        put(dq, smem, i - 1, W)
+        announce(smem, i - 1, W)
+    return phase + 1
 
 
 @gluon.jit
 def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
     """Warpgroup W: 64 keys of every tile."""
+    dtype: gl.constexpr = io.k_desc.dtype
+    KEYS: gl.constexpr = tile_layout(WARPS, shape.BLOCK_D)
+    VALUES: gl.constexpr = tile_layout(WARPS, shape.BLOCK_DV)
     i = 0
     phase = 0
+    no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, tile_layout(WARPS, shape.BLOCK_M))
+    state = (no_scores, no_scores, 0)
     t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, n0, span = met(t, band, work, variant, shape, io.turns)
+            next_up = coming(upcoming, band, work, variant, shape, io.turns)
             k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
             if shape.CLEAN:
-                unread.clean(k_smem, WARPS)
-            dk, dv, i, phase = gather(
-                i, phase, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W
-            )
+                unread.clean(k_smem, WARPS, HALF * W, HALF)
+            dk, dv, i, phase, state = gather(
+                i, n, phase, next_up, state, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W
+            )  # fmt: skip
             if variant.seed is not None:
                 dv *= 65536.0 / variant.keep
+            # So half of their registers are free for the last dq.
+            dk32, dv32 = packed(dk * io.softmax_scale, dtype), packed(dv, dtype)
+            if span.count > 0:
+                phase = finish(i, n, phase, smem, shape, W)
             # Asked again: kept until here, the answers would cost registers in every tile.
             seq, n0 = keys_of(scores.opaque(t), band, work, shape)
-            leave(dk * io.softmax_scale, dv, seq, n0 + HALF * W, io, smem, work, shape, W)
+            dk, dv = numbers_of(dk32, dtype, KEYS), numbers_of(dv32, dtype, VALUES)
+            leave(dk, dv, seq, n0 + HALF * W, n, i, io, smem, work, shape, W)
             release(smem.k, n)
-            release(smem.v, n)
         t = upcoming
 
 
 @gluon.jit
-def leave(dk, dv, seq, n0, io, smem, work, shape, W: gl.constexpr):
-    """Write dk and dv of 64 keys; nobody reads K and V of them any more."""
+def leave(dk, dv, seq, n0, n, i, io, smem, work, shape, W: gl.constexpr):
+    """Write dk and dv of 64 keys; nobody reads use n of K any more, nor any dSᵀ before that of tile i."""
     if shape.DIRECT:
         store_both(dk, dv, seq, n0, io, work, shape)
     elif shape.PACKED:
         # What follows a member's last key is the next one's.
         if n0 + HALF <= seq.len_k:
-            send(dk, dv, seq, n0, io, smem, shape, W)
+            send(dk, dv, seq, n0, n, i, io, smem, shape, W)
         else:
             store_both(dk, dv, seq, n0, io, work, shape)
     else:
-        send(dk, dv, seq, n0, io, smem, shape, W)
+        send(dk, dv, seq, n0, n, i, io, smem, shape, W)
 
 
 @gluon.jit
-def send(dk, dv, seq, n0, io, smem, shape, W: gl.constexpr):
-    """Write dk and dv of 64 keys by TMA, which drops those past the end of the tensor."""
-    coord = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
-    keys_half(smem.k, W).store(dk.to(io.k_desc.dtype))
-    keys_half(smem.v, W).store(dv.to(io.v_desc.dtype))
+def send(dk, dv, seq, n0, n, i, io, smem, shape, W: gl.constexpr):
+    """Write dk and dv of 64 keys by TMA, which drops those past the end of the tensor.
+
+    They leave through memory that this warpgroup is the next to write to, or TMA: its keys of K, and its dSᵀ.
+    """
+    PARTS: gl.constexpr = shape.BLOCK_DV // HALF
+    line, key = line_of(seq, shape), seq.k_start + n0
+    keys_half(smem.k, n, W).store(dk)
+    parts = (dv,)
+    if PARTS == 2:
+        parts = halves(dv)
+    for part in gl.static_range(PARTS):
+        own_ds(smem.ds, i + part, shape, W).slice(0, HALF, dim=1).store(parts[part])
     fence_async_shared()
     cta_barrier()
-    tma_store(io.dk_desc, coord, smem.k.tiles.index(0).slice(HALF * W, HALF, dim=1))
-    tma_store(io.dv_desc, coord, smem.v.tiles.index(0).slice(HALF * W, HALF, dim=1))
+    k_smem = smem.k.tiles.index(n % smem.k.STAGES)
+    tma_store(io.dk_desc, [line, key, seq.h, 0], k_smem.slice(HALF * W, HALF, dim=1))
+    for part in gl.static_range(PARTS):
+        ds_smem = smem.ds.index((i + part) & 1).slice(HALF * W, HALF, dim=1)
+        tma_store(io.dv_desc, [line, key, seq.h, HALF * part], ds_smem.slice(0, HALF, dim=3))
     tma.store_wait(0)
 
 
@@ -384,13 +489,13 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     """Buffers and barriers, and who does what with them."""
     dtype: gl.constexpr = io.q_desc.dtype
     LINE: gl.constexpr = io.lse_desc.layout
-    k, v = make_ring(io.k_desc, 1, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS)
+    k, v = make_ring(io.k_desc, 2, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS)
     q, do = make_ring(io.q_desc, Q_STAGES, CONSUMERS), make_ring(io.do_desc, DO_STAGES, CONSUMERS)
-    lse = gl.allocate_shared_memory(gl.float32, [Q_STAGES, shape.BLOCK_M], LINE)
+    lse = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([shape.BLOCK_N, shape.BLOCK_M], dtype)
-    ds = gl.allocate_shared_memory(dtype, [2, shape.BLOCK_N, shape.BLOCK_M], DS)
-    dq = make_ring(io.dq_desc, dq_stages(shape.BLOCK_M, variant.seed is not None), 1)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, shape.BLOCK_N, 1, shape.BLOCK_M], dtype)
+    ds = gl.allocate_shared_memory(dtype, [2, 1, shape.BLOCK_N, 1, shape.BLOCK_M], DS)
+    dq = make_ring(io.dq_desc, STAGES, 1)
     alternation = make_turns(CONSUMERS)
     bits = q.full
     if variant.seed is not None:

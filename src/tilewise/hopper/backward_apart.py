@@ -160,9 +160,9 @@ def load(io, smem, band, dealing, variant, shape, WHAT: gl.constexpr):
                     produce(smem.other, io.other_desc, coord, i)
                     produce(smem.other_2, io.other_2_desc, coord, i)
                 else:
-                    descs, line_descs = (io.other_desc, io.other_2_desc), (io.lse, io.delta)
-                    rings, lines = (smem.other, smem.other_2), (smem.lse, smem.delta)
-                    load_rows(descs, line_descs, rings, lines, seq, head, at, i, io.stat_rows, dealing, shape)
+                    lines = ((io.lse, smem.lse),), ((io.delta, smem.delta),)
+                    descs, rings = (io.other_desc, io.other_2_desc), (smem.other, smem.other_2)
+                    load_rows(descs, rings, lines, seq, head, at, i, io.stat_rows, dealing, shape)
                 i += 1
         t = upcoming
 
@@ -266,7 +266,9 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
         if WHAT != "q":
             limit = smem.lse.index(i % smem.other.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
         s, chain = exponents(s, limit, who, rows, keys, at * PASSING, io, variant, extra, shape, WHAT == "q")
-        p = weights(s, who, rows, keys, masked, band, variant, extra)
+        p = weights(
+            s, who, rows, keys, at * PASSING, masked, band, variant, extra, shape, WHAT == "q"
+        )  # fmt: skip
         left = p
         if variant.seed is not None:
             left, p = left_of(packed(p, dtype), smem, key, at, tile, dealing, variant, shape, SCORES, dtype, WHAT)

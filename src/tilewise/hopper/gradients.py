@@ -34,7 +34,6 @@ _TOGETHER = 128
 _WARPS = 8  # that share a tile of scores where gradients have kernels of their own
 # Warps of the consumers, and the loading and the adding one, padded to four, share 64 Ki registers.
 _REGISTERS = 168
-_Q_STAGES = 3
 # q, do and the sum of dq of the heads at work at once are to stay in this much of L2, in bytes.
 _L2 = 32 << 20
 _ROWS = 32  # of a program around the kernel
@@ -324,7 +323,10 @@ def _gather(
         _line(stats.lse2, tile.block_m),
         _line(stats.delta, tile.block_m),
         *(result[name] if p.packed or shape.DIRECT.value else None for name in "kv"),
-        *(None if shape.DIRECT.value else _gradient_descriptor(result[name], d, tape) for name in "kv"),
+        *(
+            None if shape.DIRECT.value else _gradient_descriptor(result[name], columns, tape)
+            for name, columns in (("k", d), ("v", HALF.value))
+        ),
         listed.table,
         turns,
         p.softmax_scale * math.log2(math.e),
@@ -340,7 +342,7 @@ def _gather(
         variant,
         extra,
         shape,
-        _Q_STAGES,
+        3 if d < _TOGETHER and variant.seed is None else 2,
         tile.num_stages,
     )
     # Who takes turns must be at work at once, which a cooperative launch sees to.

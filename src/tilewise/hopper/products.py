@@ -80,8 +80,13 @@ def halves_of(words, dtype: gl.constexpr):
 @gluon.jit
 def as_operand(p32, dtype: gl.constexpr, VALUES: gl.constexpr):
     """Packed weights as the left operand of the product that accumulates in layout VALUES: the same registers."""
-    both = halves_of(p32, dtype)
-    return gl.convert_layout(both, gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2), assert_trivial=True)
+    return numbers_of(p32, dtype, gl.DotOperandLayout(operand_index=0, parent=VALUES, k_width=2))
+
+
+@gluon.jit
+def numbers_of(p32, dtype: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `packed` has packed, in a layout of the same registers."""
+    return gl.convert_layout(halves_of(p32, dtype), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit

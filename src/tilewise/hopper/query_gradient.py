@@ -19,12 +19,8 @@ from .work import dealt, rounds_of
 # Warps of a warpgroup, its keys, and the rows and columns of its half of a tile of dq.
 WARPS = gl.constexpr(4)
 HALF = gl.constexpr(64)
-
-
-@gluon.constexpr_function
-def dq_stages(rows, dropout):
-    """Halves of dq on their way to memory: as many as there is room for."""
-    return 3 if rows == HALF.value and not dropout else 2
+# Halves of dq on their way to memory.
+STAGES = gl.constexpr(2)
 
 
 @gluon.jit

@@ -53,13 +53,37 @@ def straight(s, lse2, own, rows, keys, first, qk_scale, variant, OF_ROWS: gl.con
 
 
 @gluon.jit
-def weights(exponents, own, rows, keys, masked, band, variant, extra):
+def weights(exponents, own, rows, keys, first, masked, band, variant, extra, shape, OF_ROWS: gl.constexpr):
     """P of scores less the lse: 0 for what a row does not see, whatever its lse."""
     if masked:
-        # This keeps it a branch: the compiler would rather compute and select in every tile.
-        seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
+        if OF_ROWS or variant.predicate is not None or variant.bounds is not None:
+            # This keeps it a branch: the compiler would rather compute and select in every tile.
+            seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
+        else:
+            seen = seeing(own, rows, keys, first, band, shape)
         exponents = gl.where(seen, exponents, float("-inf"))
     return gl.exp2(exponents)
+
+
+@gluon.jit
+def seeing(own, rows, keys, first, band, shape):
+    """Which of `rows`, from `first` on, see each of `keys`, by a band alone.
+
+    They are an interval: a bound or two for each key of a thread, beside a constant for each register. Past the last
+    row of a dense call every lse is +inf.
+    """
+    lane, register = scores.split_columns(rows - first)
+    near = first + own.off
+    begin = gl.where(keys < own.len_k, 0, 1 << 30)
+    if band.right is not None:
+        begin = gl.maximum(begin, keys - (near + band.right))
+    seen = register >= scores.opaque(begin) - lane
+    if band.left is not None or shape.PACKED:
+        end = keys * 0 + (own.len_q - first)
+        if band.left is not None:
+            end = gl.minimum(end, keys - (near - band.left - 1))
+        seen = seen & (register < scores.opaque(end) - lane)
+    return seen
 
 
 @gluon.jit
