@@ -135,8 +135,17 @@ OPTIONS: dict[str, Options] = {
 }
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64], ids=["rows", "pages_of_16", "pages_of_64"])
-@pytest.mark.parametrize("name", OPTIONS)
+CACHES = {"rows": None, "pages_of_16": 16, "pages_of_64": 64}
+# In the default run each option with one kind of cache.
+WITH = [
+    pytest.param(name, size, id=f"{name}-{cache}")
+    for i, name in enumerate(OPTIONS)
+    for j, (cache, size) in enumerate(CACHES.items())
+    if ALL or j == i % len(CACHES)
+]
+
+
+@pytest.mark.parametrize("name, page_size", WITH)
 def test_option_compiles(name: str, page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     options = dict(OPTIONS[name])
     inputs = call(3, 64, torch.bfloat16)

@@ -16,7 +16,8 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 CONFORMANCE = Path(__file__).parents[1] / "conformance"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
-
+# A process needs seconds to begin, so there are a few, of files that take about as long together.
+PROCESSES = 4
 
 # Of the conformance suite what meets every way through Hopper's kernels, forward and backward: a file, and which tests.
 HOPPER = [
@@ -36,9 +37,9 @@ def _interpreted(*arguments: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_in_the_interpreter(name: str) -> None:
-    _interpreted(str(FOLDER / name))
+@pytest.mark.parametrize("names", [FILES[i::PROCESSES] for i in range(PROCESSES)], ids=" ".join)
+def test_in_the_interpreter(names: list[str]) -> None:
+    _interpreted(*(str(FOLDER / name) for name in names))
 
 
 @pytest.mark.parametrize("name, which", HOPPER)
