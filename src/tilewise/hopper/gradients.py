@@ -27,7 +27,7 @@ from .query_gradient import HALF, WARPS
 from .schedule import Bounds, Dealt, deal, deal_in_turn
 from .statistics import first_stat, round_kernel, row_kernel
 from .turns import Turns
-from .variants import Listed, Members, by_length, by_plan, is_band, matrices
+from .variants import Blanked, Listed, Members, by_length, by_plan, is_band, matrices
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
@@ -115,9 +115,8 @@ def backward(
         do = do.contiguous()
     dlse = None if dlse is None else dlse.float().contiguous()
     names = tuple(name for name in ("q", "k", "v") if name in needs)
-    fill = 0.0 if problem.packed else None
     result: dict[str, torch.Tensor] = {
-        name: tape.empty(x.shape, x.dtype, x.device, fill) for name, x in zip("qkv", inputs[:3], strict=True)
+        name: tape.empty(x.shape, x.dtype, x.device) for name, x in zip("qkv", inputs[:3], strict=True)
     }
     if not (out.numel() and inputs.k.numel() and problem.batch and problem.seqlen_q and problem.seqlen_k):
         result = {name: x.zero_() for name, x in result.items()}
@@ -211,22 +210,18 @@ def _gradient_descriptor(x: torch.Tensor, columns: int, tape: Tape) -> TensorDes
 
 def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
     """Whose tiles of rows, or of keys, a packed call lists."""
-    p = call.problem
-    offsets, longest, (left, right) = (
-        (inputs.cu_seqlens_q, inputs.cu_seqlens_k),
-        (p.seqlen_q, p.seqlen_k),
-        call.sizes[3:],
-    )
+    p, (left, right) = call.problem, call.sizes[3:]
+    offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
     if of_rows:
-        return Members(*offsets, None, inputs.seqused_k, longest, right, len(inputs.k), *launch.near_keys(p))
+        return Members(*offsets, None, inputs.seqused_k, longest, (left, right))
     # Keys see rows as rows see keys.
-    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], left, len(inputs.q), _L2, _row_bytes(p))
+    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], (right, left))
 
 
 def _listed(
-    call: Call, variant: Variant, inputs: Inputs, x: torch.Tensor, tile: TileConfig, tape: Tape, of_rows: bool = False
+    call: Call, variant: Variant, inputs: Inputs, grads: Blanked, tile: TileConfig, tape: Tape, of_rows: bool = False
 ) -> Listed:
-    """Who works on which keys, or rows; `x` is a gradient of theirs."""
+    """Who works on which keys, or rows; `grads` are the gradients that they write."""
     p = call.problem
     programs = processors(p.device)
     if of_rows:
@@ -234,7 +229,7 @@ def _listed(
     else:
         tiles, length, others = Tiles(p.heads_kv, tile.block_n, tile.block_m), p.seqlen_k, p.seqlen_q
     if p.packed:
-        return by_length(call, _members(call, inputs, of_rows), (x, x, 0, 0), tiles, programs, tape)
+        return by_length(call, _members(call, inputs, of_rows), grads, tiles, programs, tape)
     number = -(-length // tiles.block_m)
     if variant.plan is not None:
         l2, each = launch.near_keys(p) if of_rows else (_L2, _row_bytes(p))
@@ -310,7 +305,7 @@ def _gather(
     variant, extra = _variant(call, tile, True)
     band = call.sizes[3:]
     shape = _shape(p, variant, band, tile)
-    listed = _listed(call, variant, inputs, result["k"], tile, tape)
+    listed = _listed(call, variant, inputs, Blanked(result["k"], result["v"]), tile, tape)
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     lengths = (0, 0) if p.packed else (p.seqlen_q, p.seqlen_k)
@@ -359,7 +354,7 @@ def _gather_one(
     p, tile, of_rows = call.problem, tile_of(call.problem, "d" + name), name == "q"
     variant, extra = _variant(call, tile, not of_rows)
     shape = _shape(p, variant, call.sizes[3:], tile)
-    listed = _listed(call, variant, inputs, grad, tile, tape, of_rows)
+    listed = _listed(call, variant, inputs, Blanked(grad), tile, tape, of_rows)
     d, d_v = shape.BLOCK_D.value, shape.BLOCK_DV.value
     q, k, v, do = (matrices(x, x, tape) for x in (inputs.q, inputs.k, inputs.v, do))
     rows = launch.descriptor(q, tile.block_m, d), launch.descriptor(do, tile.block_m, d_v)

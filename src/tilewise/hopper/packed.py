@@ -1,12 +1,15 @@
 """The tiles of a packed call, listed on the device: who works on what follows from lengths that the host does not know.
 
-One program per member writes a record for each of its tiles of rows, into the place that the tile has in its group of
-members, the longest first: it counts, for every member in closed form, how many tiles come before. A group's members,
-and so many heads, are worked on at once, so that their keys stay in L2. From each such block to the next the direction
-turns round, and the last ends with its shortest tiles: programs that take the order in turns, there and back again,
-then have about the same to do. Rows that belong to no member are written here, for nobody comes by there.
+One program per member writes a record for each of its tiles of rows, and where the tile comes in the order, for every
+head. Programs take the order in turns, there and back again. What is worked on at once has to be little, for its keys
+are to stay in L2, and all programs must have about the same to do, or they drift apart and it is not little any more.
 
-The order needs no exact cost, only one that is the same for all and never falls along a member's rows.
+So tiles come in pairs, the dearest of a head with its cheapest and so on inwards, which cost the same under a causal
+mask as under none; middle ones with the next head's. As many pairs as there are programs are a round trip: one of each
+on the way there, the other on the way back. Heads of a member follow each other, and members the dearest first; every
+other round trip begins with the cheaper end. Where there are few rounds the dearest tiles of all come first instead.
+
+Rows that belong to no member are written here, for nobody comes by there.
 """
 
 from __future__ import annotations
@@ -40,31 +43,38 @@ class Lengths(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """What a tile's rows see: keys up to ``last row + off + right``, at most `most` (None: no bound)."""
+    """What a row sees: from ``row + off - before`` to ``row + off + after`` (None: no bound)."""
 
-    right: Any
-    most: Any
+    before: Any
+    after: Any
     TOP_LEFT: Any
     BLOCK_M: Any
 
 
-class Together(NamedTuple):
-    """What is worked on at once: so many heads, and members whose keys begin in the same run of so many keys."""
+class Ahead(NamedTuple):
+    """What there is of members that come before one: records, pairs, and tiles without a second; and pairs of all."""
 
+    records: Any
+    pairs: Any
+    singles: Any
+    all_pairs: Any
+
+
+class Blanks(NamedTuple):
+    """Results that have a row for each of q, and their columns: one, perhaps another, and perhaps an LSE of heads."""
+
+    out: Any
+    also: Any
+    lse: Any
+    width: Any
+    also_width: Any
     heads: Any
-    keys: Any
-
-
-class Group(NamedTuple):
-    """Members that are worked on at once: tiles of groups before them, their own, and how many groups come after."""
-
-    start: Any
-    tiles: Any
-    after: Any
 
 
 class Member(NamedTuple):
-    """Members as vectors, or one as scalars; of tiles, how many, and the slope of their cost."""
+    """Members as vectors, or one as scalars; how many tiles, and what they cost: from `base` on BLOCK_M more for each,
+    at most `most`.
+    """
 
     q_start: Any
     k_start: Any
@@ -98,17 +108,33 @@ def member_of(b, lengths, reach):
     tiles = tl.maximum(tl.cdiv(len_q, reach.BLOCK_M), 0)
     most = len_k
     base = len_k
-    if reach.most is not None:
-        most = tl.minimum(most, reach.most)
-    if reach.right is not None:
-        base = reach.BLOCK_M + off + reach.right
+    if reach.after is not None:
+        base = reach.BLOCK_M + off + reach.after
+        if reach.before is not None:
+            most = tl.minimum(most, reach.before + reach.after + reach.BLOCK_M)
+    elif reach.before is not None:
+        base = len_k - ((tiles - 1) * reach.BLOCK_M + off - reach.before)
     return Member(q_start, k_start, len_q, len_k, off, tiles, base, most)
 
 
 @triton.jit
+def rising(m, member, reach):
+    """Which tile it is when they are counted so that the cost never falls."""
+    if reach.after is None and reach.before is not None:
+        m = member.tiles - 1 - m
+    return m
+
+
+@triton.jit
 def cost(member, m, reach):
-    """How many keys the rows of tile m see, near enough."""
+    """How many keys the rows of tile m see, counted as `rising` does, near enough."""
     return tl.maximum(tl.minimum(m * reach.BLOCK_M + member.base, member.most), 0)
+
+
+@triton.jit
+def pair_cost(member, reach):
+    """What the first and the last tile cost together."""
+    return cost(member, 0, reach) + cost(member, member.tiles - 1, reach)
 
 
 @triton.jit
@@ -121,51 +147,68 @@ def first_above(member, level, reach):
 
 
 @triton.jit
-def group_of(b, own, lengths, reach, together):
-    """The group of member b."""
-    mine = own.k_start // together.keys
-    start, tiles, after = mine * 0, mine * 0, mine * 0
+def ahead_of(b, own, lengths, reach, heads):
+    """What comes before member b: its records follow those of lower numbers, its pairs those of dearer members."""
+    mine = pair_cost(own, reach)
+    records, pairs, singles, all_pairs = b * 0, b * 0, b * 0, b * 0
     for first in range(0, lengths.members, _MEMBERS):
         others = first + tl.arange(0, _MEMBERS)
         member = member_of(others, lengths, reach)
-        theirs = member.k_start // together.keys
-        start += tl.sum(tl.where(theirs < mine, member.tiles, 0), 0)
-        tiles += tl.sum(tl.where(theirs == mine, member.tiles, 0), 0)
-        later = (others > b) & (others < lengths.members)
-        before = tl.load(lengths.cu_k + others - 1, mask=later, other=0).to(tl.int32) // together.keys
-        after += tl.sum((later & (theirs > before)).to(tl.int32), 0)
-    return Group(start, tiles, after)
+        theirs = pair_cost(member, reach)
+        earlier = (theirs > mine) | ((theirs == mine) & (others < b))
+        tiles = member.tiles * heads
+        records += tl.sum(tl.where(others < b, member.tiles, 0), 0)
+        pairs += tl.sum(tl.where(earlier, tiles // 2, 0), 0)
+        singles += tl.sum(tl.where(earlier, tiles & 1, 0), 0)
+        all_pairs += tl.sum(tiles // 2, 0)
+    return Ahead(records, pairs, singles, all_pairs)
 
 
 @triton.jit
-def place_of(b, m, own, lengths, reach, together):
-    """How many tiles of its group come before the tiles m of member b: the dearer ones, then those before it."""
+def slot_in_pairs(m, head, own, ahead, heads, programs):
+    """Where tiles m of these heads of a member come in the order; m as `rising` counts."""
+    other = own.tiles - 1 - m
+    middle = m == other
+    number = tl.where(middle, own.tiles - 1, (head & 1) * (own.tiles // 2) + tl.minimum(m, other))
+    pair = ahead.pairs + (head // 2) * own.tiles + number
+    second = tl.where(middle, head & 1, (m < other).to(tl.int32)) == 1
+    trip = pair // programs
+    size = tl.minimum(programs, ahead.all_pairs - trip * programs)
+    at = pair % programs
+    at = tl.where(trip & 1 == 1, size - 1 - at, at)
+    slot = 2 * programs * trip + tl.where(second, 2 * size - 1 - at, at)
+    alone = middle & (head == heads - 1) & (heads & 1 == 1)
+    return tl.where(alone, 2 * ahead.all_pairs + ahead.singles, slot)
+
+
+@triton.jit
+def place_of(b, m, own, lengths, reach):
+    """How many tiles come before the tiles m of member b in the order of cost: dearer ones, then those before it."""
     level = cost(own, m, reach)
     place = m - first_above(own, level - 1, reach)
     for start in range(0, lengths.members, _MEMBERS):
         others = start + tl.arange(0, _MEMBERS)
         member = member_of(others, lengths, reach)
         level_of = tl.where(others < b, level[:, None] - 1, level[:, None])  # [tiles, members]
-        above = member.tiles[None, :] - first_above_of(member, level_of, reach)
-        near = member.k_start // together.keys == own.k_start // together.keys
-        place += tl.sum(tl.where(near[None, :], above, 0), 1)
+        place += tl.sum(member.tiles[None, :] - first_above_of(member, level_of, reach), 1)
     return place
 
 
 @triton.jit
-def put_in_order(order, place, mine, group, together, heads_all):
-    """Write where the tiles of these places in their group come, for every head."""
-    blocks = tl.cdiv(heads_all, together.heads)
-    record = group.start + place
-    for first in range(0, heads_all, _HEADS):
+def put_in_order(order, b, m, own, ahead, lengths, reach, heads, programs):
+    """Write where the tiles m of member b come, for every head."""
+    record = ahead.records + m
+    mine = m < own.tiles
+    m = rising(m, own, reach)
+    place = m * 0
+    if programs == 0:
+        place = place_of(b, m, own, lengths, reach)
+    for first in range(0, heads, _HEADS):
         head = first + tl.arange(0, _HEADS)[None, :]
-        block = head // together.heads
-        width = tl.minimum(together.heads, heads_all - block * together.heads)
-        falls = (blocks - 1 - block + group.after * blocks) % 2 == 0
-        among = tl.where(falls, place[:, None], group.tiles - 1 - place[:, None])
-        at = group.start * heads_all + block * together.heads * group.tiles + among * width
-        at += head - block * together.heads
-        tl.store(order + at, record[:, None] * heads_all + head, mask=mine[:, None] & (head < heads_all))
+        slot = place[:, None] * heads + head
+        if programs > 0:
+            slot = slot_in_pairs(m[:, None], head, own, ahead, heads, programs)
+        tl.store(order + slot, record[:, None] * heads + head, mask=mine[:, None] & (head < heads))
 
 
 @triton.jit
@@ -179,19 +222,28 @@ def first_above_of(member, level, reach):
 
 
 @triton.jit
-def blank(out, lse, first, last, stride, total_q, width, heads):
-    """O becomes 0 and the LSE -inf in the rows ``first .. last``, some at a time."""
+def blank(blanks, first, last, stride, total_q):
+    """Results become 0, and the LSE -inf, in the rows ``first .. last``, some at a time."""
     for start in range(first, last, stride):
         rows = start + tl.arange(0, _ROWS)
         inside = (rows < last)[:, None]
-        for column in range(0, width, _COLUMNS):
-            columns = column + tl.arange(0, _COLUMNS)
-            there = rows.to(tl.int64)[:, None] * width + columns[None, :]
-            tl.store(out + there, 0.0, mask=inside & (columns < width)[None, :])
-        for head in range(0, heads, _COLUMNS):
-            numbers = head + tl.arange(0, _COLUMNS)
-            there = numbers.to(tl.int64)[None, :] * total_q + rows[:, None]
-            tl.store(lse + there, float("-inf"), mask=inside & (numbers < heads)[None, :])
+        blank_matrix(blanks.out, rows, inside, blanks.width)
+        if blanks.also is not None:
+            blank_matrix(blanks.also, rows, inside, blanks.also_width)
+        if blanks.lse is not None:
+            for head in range(0, blanks.heads, _COLUMNS):
+                numbers = head + tl.arange(0, _COLUMNS)
+                there = numbers.to(tl.int64)[None, :] * total_q + rows[:, None]
+                tl.store(blanks.lse + there, float("-inf"), mask=inside & (numbers < blanks.heads)[None, :])
+
+
+@triton.jit
+def blank_matrix(x, rows, inside, width):
+    """Rows of so many columns become 0."""
+    for column in range(0, width, _COLUMNS):
+        columns = column + tl.arange(0, _COLUMNS)
+        there = rows.to(tl.int64)[:, None] * width + columns[None, :]
+        tl.store(x + there, 0.0, mask=inside & (columns < width)[None, :])
 
 
 @triton.jit(
@@ -200,38 +252,39 @@ def blank(out, lse, first, last, stride, total_q, width, heads):
         "total_q",
         "max_q",
         "max_k",
-        "right",
-        "most",
+        "before",
+        "after",
         "width",
+        "also_width",
         "heads",
         "tile_heads",
-        "near_heads",
-        "near_keys",
+        "programs",
         "most_records",
     ],
     do_not_specialize_on_alignment=["cu_q", "cu_k", "used_q", "used_k"],
 )
 def list_kernel(
-    cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k, right, most, table, most_records, tile_heads,
-    near_heads, near_keys, out, lse, width, heads, TOP_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
+    cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k, before, after, table, most_records, tile_heads,
+    programs, out, also, lse, width, also_width, heads, TOP_LEFT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Programs: at least one per member; all share the rows after the last member.
 
-    There is place for `most_records`, and `tile_heads` have tiles of their own.
+    There is place for `most_records`, and `tile_heads` have tiles of their own. `programs` take them in turns; 0: the
+    dearest come first.
     """
     lengths = Lengths(cu_q, cu_k, used_q, used_k, members, total_q, max_q, max_k)
-    reach = Reach(right, most, TOP_LEFT, BLOCK_M)
-    together = Together(near_heads, near_keys)
+    reach = Reach(before, after, TOP_LEFT, BLOCK_M)
+    blanks = Blanks(out, also, lse, width, also_width, heads)
+    order = table + (1 + most_records) * RECORD
     b = tl.program_id(0)
     if b < lengths.members:
         own = member_of(b, lengths, reach)
-        group = group_of(b, own, lengths, reach, together)
+        ahead = ahead_of(b, own, lengths, reach, tile_heads)
         for start in range(0, own.tiles, _TILES):
             m = start + tl.arange(0, _TILES)
-            place = place_of(b, m, own, lengths, reach, together)
             mine = m < own.tiles
-            put_in_order(table + (1 + most_records) * RECORD, place, mine, group, together, tile_heads)
-            record = table + (1 + group.start + place) * RECORD
+            put_in_order(order, b, m, own, ahead, lengths, reach, tile_heads, programs)
+            record = table + (1 + ahead.records + m) * RECORD
             tl.store(record, b, mask=mine)
             tl.store(record + 1, m * reach.BLOCK_M, mask=mine)
             tl.store(record + 2, own.q_start, mask=mine)
@@ -241,11 +294,11 @@ def list_kernel(
             tl.store(record + 6, own.off, mask=mine)
         end = tl.load(lengths.cu_q + b + 1).to(tl.int32)
         end = tl.minimum(end, lengths.total_q)
-        blank(out, lse, own.q_start + tl.maximum(own.len_q, 0), end, _ROWS, lengths.total_q, width, heads)
+        blank(blanks, own.q_start + tl.maximum(own.len_q, 0), end, _ROWS, lengths.total_q)
     if b == 0:
         count = tl.zeros([_MEMBERS], tl.int32)
         for start in range(0, lengths.members, _MEMBERS):
             count += member_of(start + tl.arange(0, _MEMBERS), lengths, reach).tiles
         tl.store(table, tl.sum(count, 0))
     first = tl.load(lengths.cu_q + lengths.members).to(tl.int32) + b * _ROWS
-    blank(out, lse, first, lengths.total_q, tl.num_programs(0) * _ROWS, lengths.total_q, width, heads)
+    blank(blanks, first, lengths.total_q, tl.num_programs(0) * _ROWS, lengths.total_q)

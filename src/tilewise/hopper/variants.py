@@ -134,8 +134,7 @@ def by_plan(plan: torch.Tensor, sizes: tuple[int, int, int], programs: int, shar
 
 class Members(NamedTuple):
     """Of a packed call whose tiles are listed: offsets of their own rows and of what they see, how much of each is in
-    use, the longest of both, and the band's bound after a row; how many rows there are to be seen in all; what of L2
-    those may take that are seen at once, and each of them takes for a head of its own, in bytes.
+    use, the longest of both, and the band's bounds before and after a row.
     """
 
     own: torch.Tensor | None
@@ -143,45 +142,33 @@ class Members(NamedTuple):
     own_used: torch.Tensor | None
     others_used: torch.Tensor | None
     longest: tuple[int, int]
-    bound: int | None
-    seen: int
-    l2: int
-    each: int
-
-    def together(self, tiles: Tiles, sharing: int, total: int, programs: int) -> tuple[int, int]:
-        """How many heads, of which so many see the same rows, and how many of those rows are worked on at once.
-
-        Not so few that programs would have unequal work, and with `total` rows of little work all.
-        """
-        round_of = programs * tiles.block_m
-        if total * tiles.heads < _FEW_ROUNDS * round_of:
-            return tiles.heads, _FAR
-        least, apart = _LEAST_ROUNDS * round_of, tiles.heads // sharing
-        wanted = max(1, self.l2 // max(1, self.longest[1] * self.each), -(-least // (total * sharing)))
-        near = -(-apart // max(1, apart // wanted))
-        rows = max(1, self.l2 // (near * self.each), least * self.seen // (near * sharing * total))
-        return near * sharing, min(rows, _FAR)
+    bounds: tuple[int | None, int | None]
 
 
-def by_length(
-    call: Call, members: Members, blanked: tuple[torch.Tensor, torch.Tensor, int, int], tiles: Tiles, programs: int,
-    tape: Tape,
-) -> Listed:  # fmt: skip
-    """Tiles of a packed call, near ones together and in the order of how much they see, listed on the device.
+class Blanked(NamedTuple):
+    """Results whose rows that belong to no member become 0, and perhaps an LSE, which becomes -inf."""
 
-    `blanked` are the output and a statistic of the own rows, where rows of no member become 0 and -inf, and how many
-    columns and heads they have there: 0 leaves them.
-    """
-    p, total = call.problem, blanked[0].shape[0]
+    out: torch.Tensor
+    also: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of `packed.list_kernel`."""
+        width, also_width = (0 if x is None else x.stride(0) for x in self[:2])
+        return (*self, width, also_width, 0 if self.lse is None else len(self.lse))
+
+
+def by_length(call: Call, members: Members, blanked: Blanked, tiles: Tiles, programs: int, tape: Tape) -> Listed:
+    """Tiles of a packed call in the order of `packed`, listed on the device."""
+    p, total, device = call.problem, len(blanked.out), blanked.out.device
     most = -(-total // tiles.block_m) + p.batch
     order = (most + 1) * packed.RECORD.value
-    table = tape.empty((order + most * tiles.heads,), torch.int32, blanked[0].device)
-    left, right = (None if side is None else min(side, _FAR) for side in call.sizes[3:])
-    reach = None if left is None or right is None else left + right + tiles.block_m
-    bound = None if members.bound is None else min(members.bound, _FAR)
+    table = tape.empty((order + most * tiles.heads,), torch.int32, device)
+    few = total * tiles.heads < _FEW_ROUNDS * programs * tiles.block_m
     arguments = (
-        *members[:4], p.batch, total, *members.longest, bound, reach, table, most, tiles.heads,
-        *members.together(tiles, tiles.heads // p.heads_kv, total, programs), *blanked, p.options.align == TOP_LEFT,
+        *members[:4], p.batch, total, *members.longest,
+        *(None if bound is None else min(bound, _FAR) for bound in members.bounds),
+        table, most, tiles.heads, 0 if few else programs, *blanked.arguments(), p.options.align == TOP_LEFT,
         tiles.block_m,
     )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, programs), arguments, num_warps=4)
@@ -196,9 +183,8 @@ def _listed(
     programs = processors(p.device)
     if p.packed:
         offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-        rows = len(inputs.k), *launch.near_keys(p)
-        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[4], *rows)
-        return by_length(call, members, (out, lse, p.heads_q * p.head_dim_v, p.heads_q), tiles, programs, tape)
+        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[3:])
+        return by_length(call, members, Blanked(out, lse=lse), tiles, programs, tape)
     if plan is not None:
         sizes = (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m))
         l2, each = launch.near_keys(p)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def _numpy_dtype_of(dtype: Any) -> np.dtype[Any]:
     return _numpy_dtypes[scalar.name]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _facts(sizes: tuple[int, ...]) -> tuple[Any, int, str, Any, Any]:
     """Of a shape: itself and its size as a type has them, its name, and both as a tensor has them."""
     shape = tl.core.tuple(sizes)
@@ -90,9 +90,9 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.name = f"<{name}, {element_ty}>"
 
 
-def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    _, _, _, self.shape, self.numel = _facts(tuple(type.shape) if type.is_block() else ())
+def _init_tensor(self: Any, handle: Any, of: Any) -> None:
+    self.handle, self.type, self.dtype = handle, of, of.scalar
+    _, _, _, self.shape, self.numel = _facts(tuple(of.shape) if of.is_block() else ())
 
 
 def begin() -> None:

@@ -1,4 +1,6 @@
-"""The list of a packed call's tiles for Hopper, made by the kernel itself: every tile once, near ones together."""
+"""The list of a packed call's tiles for Hopper, made by the kernel itself: every tile once, in an order by which programs
+do not drift apart.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,11 @@ import torch
 
 from tilewise import _triton
 from tilewise.hopper import packed
-from tilewise.hopper.launch import Tiles
-from tilewise.hopper.variants import Members
 
 assert _triton.NAME, "what mends the interpreter is imported"
 
 BLOCK_M = 128
-HEADS, WIDTH = 3, 6
+HEADS, WIDTH, ALSO_WIDTH = 3, 6, 5
 
 
 class Case(NamedTuple):
@@ -28,7 +28,8 @@ class Case(NamedTuple):
     band: tuple[int | None, int | None] = (None, None)
     top_left: bool = False
     max_q: int | None = None
-    near: tuple[int, int] = (HEADS, 1 << 30)
+    programs: int = 0
+    heads: int = HEADS
 
     def keys(self, b: int) -> int:
         return self.lengths_k[b] if self.used_k is None else self.used_k[b]
@@ -56,107 +57,115 @@ CASES = {
     "left": Case([300, 700], [300, 1200], band=(100, None), top_left=True),
     "many": Case([(37 * i) % 200 for i in range(130)], [(53 * i) % 300 for i in range(130)], band=(None, 0)),
     "understated": Case([300, 90], [300, 90], max_q=100),
-    "in_blocks": Case([300, 0, 5, 700, 128, 640], [300, 9, 0, 650, 129, 900], band=(None, 0), near=(2, 500)),
-    "far_apart": Case([300, 700, 640], [300, 2000, 90], near=(1, 100)),
-    "many_blocks": Case(
-        [(37 * i) % 200 for i in range(300)], [(53 * i) % 300 for i in range(300)], band=(None, 0), near=(1, 2000)
+    "pairs": Case([300, 0, 5, 700, 128, 640], [300, 9, 0, 650, 129, 900], band=(None, 0), programs=4),
+    "pairs_of_two_heads": Case([300, 700, 640], [300, 2000, 90], programs=3, heads=2),
+    "pairs_of_keys": Case([300, 700, 640], [300, 900, 90], band=(0, None), programs=5, heads=4),
+    "pairs_of_one_head": Case([129, 700, 5], [300, 700, 5], programs=1, heads=1),
+    "many_pairs": Case(
+        [(37 * i) % 200 for i in range(300)], [(53 * i) % 300 for i in range(300)], band=(None, 0), programs=7
     ),
 }
 
 
-def _listed(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Records, O and LSE after the kernel."""
+def _listed(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Records, two results and an LSE after the kernel."""
     members, total = len(case.lengths_q), sum(case.lengths_q) + case.slack
     most = -(-total // BLOCK_M) + members
-    table = torch.full(((1 + most) * packed.RECORD.value + most * HEADS,), -7, dtype=torch.int32)
-    out, lse = torch.full((total, WIDTH), float("nan")), torch.full((HEADS, total), float("nan"))
+    table = torch.full(((1 + most) * packed.RECORD.value + most * case.heads,), -7, dtype=torch.int32)
+    out, also = (torch.full((total, width), float("nan")) for width in (WIDTH, ALSO_WIDTH))
+    lse = torch.full((case.heads, total), float("nan"))
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (case.lengths_q, case.lengths_k))
     used = None if case.used_k is None else torch.tensor(case.used_k, dtype=torch.int32)
     left, right = case.band
-    reach = None if left is None or right is None else left + right + BLOCK_M
     packed.list_kernel[(members + 2,)](
         cu_q, cu_k, None, used, members, total, max(case.lengths_q) if case.max_q is None else case.max_q,
-        max(case.lengths_k), right, reach, table, most, HEADS, *case.near, out, lse, WIDTH, HEADS, case.top_left,
-        BLOCK_M,
+        max(case.lengths_k), left, right, table, most, case.heads, case.programs, out, also, lse, WIDTH, ALSO_WIDTH,
+        case.heads, case.top_left, BLOCK_M,
     )  # fmt: skip
-    return table, out, lse
+    return table, out, also, lse
 
 
-def _split(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(table: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Records, the first of which counts them, and the order."""
     width = packed.RECORD.value
-    most = (len(table) - width) // (width + HEADS)
+    most = (len(table) - width) // (width + heads)
     return table[: (1 + most) * width].view(-1, width), table[(1 + most) * width :]
 
 
 def _reach(record: tuple[int, ...], band: tuple[int | None, int | None]) -> int:
-    """How far the keys of a tile reach, as the order counts them."""
+    """How many keys a tile sees, as the order counts them."""
     _, m0, _, _, _, keys, off = record
-    left, right = band
-    if right is None:
-        return keys
-    reach = min(keys, m0 + BLOCK_M + off + right)
-    return max(0, reach if left is None else min(reach, left + right + BLOCK_M))
+    before, after = band
+    if after is None:
+        return keys if before is None else keys - max(0, m0 + off - before)
+    reach = min(keys, m0 + BLOCK_M + off + after)
+    return max(0, reach if before is None else min(reach, before + after + BLOCK_M))
 
 
-def _blocks(case: Case, records: list[Any]) -> list[list[tuple[int, int]]]:
-    """Records and heads of each block, in the order of blocks, the longest tiles of each first."""
-    near_heads, near_keys = case.near
-    groups: dict[int, list[int]] = {}
-    for i, record in enumerate(records):
-        groups.setdefault(record[4] // near_keys, []).append(i)
-    return [
-        [(i, h) for i in group for h in range(first, min(first + near_heads, HEADS))]
-        for group in groups.values()
-        for first in range(0, HEADS, near_heads)
-    ]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_tile_once_and_near_ones_together(name: str) -> None:
-    case = CASES[name]
-    table, _, _ = _listed(case)
-    listed, order = _split(table)
+def _taken(case: Case) -> list[tuple[Any, int]]:
+    """Records and heads in the order in which they are taken, if every tile is, and nothing else was written."""
+    table, *_ = _listed(case)
+    listed, order = _split(table, case.heads)
     count = int(listed[0, 0])
     records: list[Any] = [tuple(record[:7]) for record in listed[1 : count + 1].tolist()]
     assert len(records) == len(set(records)) == count
     assert set(records) == case.tiles()
     assert (listed[count + 1 :] == -7).all(), "what follows the list was written"
-    taken = [divmod(t, HEADS) for t in order[: count * HEADS].tolist()]
-    assert (order[count * HEADS :] == -7).all(), "what follows the order was written"
-    for number, block in enumerate(_blocks(case, records)):
-        here, taken = taken[: len(block)], taken[len(block) :]
-        assert sorted(here) == block, number
-        lengths = [_reach(records[i], case.band) for i, _ in here]
-        assert lengths in (sorted(lengths), sorted(lengths, reverse=True))
-    if count:
-        assert lengths == sorted(lengths, reverse=True), "the last tiles are not the shortest"
+    assert (order[count * case.heads :] == -7).all(), "what follows the order was written"
+    taken = [divmod(t, case.heads) for t in order[: count * case.heads].tolist()]
+    assert sorted(taken) == [(i, h) for i in range(count) for h in range(case.heads)]
+    return [(records[i], h) for i, h in taken]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_tile_once(name: str) -> None:
+    case = CASES[name]
+    lengths = [_reach(record, case.band) for record, _ in _taken(case)]
+    if not case.programs:
+        assert lengths == sorted(lengths, reverse=True), "the dearest tiles are not first"
+
+
+def _loads(case: Case) -> list[list[int]]:
+    """What programs have done of their tiles after each round trip, in keys, if they take them there and back again."""
+    taken, programs = _taken(case), case.programs
+    loads, after = [0] * programs, []
+    for at, (record, _) in enumerate(taken):
+        n, program = divmod(at, programs)
+        loads[program if n % 2 == 0 else programs - 1 - program] += _reach(record, case.band)
+        if at % (2 * programs) == 2 * programs - 1:
+            after.append(list(loads))
+    return [*after, loads]
+
+
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (0, None)], ids=["full", "causal", "keys"])
+@pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.parametrize(
     "lengths", [[1024] * 8, [4096, 300, 2500, 1024, 512, 512, 3500, 100, 1500, 320, 2048]], ids=str
 )
-def test_programs_have_about_the_same_to_do(lengths: list[int], causal: bool) -> None:
-    """By the number of keys, of programs that take tiles there and back again, in blocks as calls have them."""
-    programs, cu = 16, torch.zeros(len(lengths) + 1)
-    band = (None, 0) if causal else (None, None)
-    total = sum(lengths)
-    members = Members(cu, cu, None, None, (max(lengths),) * 2, band[1], total, 1 << 20, 512)
-    near = members.together(Tiles(HEADS, BLOCK_M, BLOCK_M), 1, total, programs)
-    case = Case(lengths, lengths, band=band, near=near)
-    listed, order = _split(_listed(case)[0])
-    loads = torch.zeros(programs, dtype=torch.int64)
-    for at, t in enumerate(order[: int(listed[0, 0]) * HEADS].tolist()):
-        n, program = divmod(at, programs)
-        record = tuple(listed[1 + t // HEADS, :7].tolist())
-        loads[program if n % 2 == 0 else programs - 1 - program] += _reach(record, case.band)
-    assert loads.max() <= 1.1 * loads.double().mean()
+def test_programs_never_drift_apart(lengths: list[int], heads: int, band: tuple[int | None, int | None]) -> None:
+    """After each round trip nobody is ahead by more than the dearest two tiles."""
+    *after, last = _loads(Case(lengths, lengths, band=band, programs=12, heads=heads))
+    assert after
+    for loads in after:
+        assert max(loads) - min(loads) <= 2 * (max(lengths) + BLOCK_M)
+    assert max(last) <= 1.15 * sum(last) / len(last)
 
 
-def test_little_work_is_not_divided() -> None:
-    cu = torch.zeros(3)
-    members = Members(cu, cu, None, None, (4096, 4096), None, 8192, 1 << 20, 512)
-    assert members.together(Tiles(4, 128, 128), 2, 8192, 132)[0] == 4
-    heads, keys = members.together(Tiles(64, 128, 128), 2, 8192, 132)
-    assert heads % 2 == 0 and heads < 64 and heads * keys >= 4 * 132 * 128
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.programs])
+def test_heads_of_a_member_follow_each_other(name: str) -> None:
+    """As many tiles as two round trips have lie between the first and the last of a head, and its own, at most."""
+    case = CASES[name]
+    places: dict[tuple[int, int], list[int]] = {}
+    for at, (record, head) in enumerate(_taken(case)):
+        alone = case.heads % 2 == 1 and head == case.heads - 1
+        if not alone:
+            places.setdefault((record[0], head), []).append(at)
+    assert all(max(at) - min(at) <= 4 * case.programs + 2 * len(at) for at in places.values())
+
+
+def test_rows_of_no_member_are_blank() -> None:
+    case = Case([300, 0, 5], [300, 9, 0], slack=21, max_q=200)
+    _, out, also, lse = _listed(case)
+    blank = torch.tensor([row >= (200 if row < 300 else 305) and not 300 <= row < 305 for row in range(326)])
+    for x, value in ((out, 0.0), (also, 0.0), (lse.T, float("-inf"))):
+        assert (x[blank] == value).all() and x[~blank].isnan().all()
