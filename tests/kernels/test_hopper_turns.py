@@ -17,7 +17,7 @@ import torch
 
 from tilewise.hopper import key_tiles, turns
 from tilewise.hopper.key_tiles import Shape
-from tilewise.hopper.query_gradient import dq_stages
+from tilewise.hopper.query_gradient import STAGES as HALVES
 from tilewise.hopper.schedule import Bounds, InTurn, deal, deal_in_turn
 from tilewise.hopper.work import Band, Work
 
@@ -30,7 +30,7 @@ OVERHEAD, TOLD, JITTER = 1.5, 0.15, 0.1
 SPEED = {64: 590, 128: 600}
 TILE = {64: (128, 128), 128: (64, 128)}
 # Tiles of dq on their way to memory.
-STAGES = dq_stages(64, False) // 2
+STAGES = HALVES.value // 2
 
 
 class Memory:

@@ -33,7 +33,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -41,8 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import scores, unread
+from .arrivals import is_strange, load, tidy
 from .epilogue import halves
-from .key_tiles import before, is_masked, keys_of, met, place_of, row_tile
+from .key_tiles import before, is_masked, keys_of, met, row_tile
 from .pipeline import (
     arrived,
     cta_barrier,
@@ -50,9 +50,9 @@ from .pipeline import (
     make_turns,
     my_turn,
     next_turn,
-    produce,
+    once_ready,
     release,
-    tma_load,
+    specialize,
     tma_store,
 )
 from .products import as_operand, numbers_of, packed
@@ -61,6 +61,7 @@ from .recompute import (
     draw,
     exponents,
     make_bits,
+    of_weights,
     product_gradient,
     score_gradient,
     tile_layout,
@@ -68,7 +69,7 @@ from .recompute import (
     weights,
     without_dropped,
 )
-from .statistics import first_stat
+from .unread import LOOKERS
 from .work import Band, Work, dealt, key_of, line_of, rounds_of
 
 # Warpgroups that compute.
@@ -102,7 +103,8 @@ class Io(NamedTuple):
 
 class Buffers(NamedTuple):
     """Shared memory: rings of q, of do and both statistics, of k, v, and of halves of dq on their way to memory; dSᵀ
-    of two tiles; the barriers by which warpgroups alternate; with dropout, its bits for each of them.
+    of two tiles; the barriers by which warpgroups alternate; in packed calls, for each stage of do, a word on whether
+    dS may be NaN; with dropout, its bits for each warpgroup.
     """
 
     q: Any
@@ -114,68 +116,8 @@ class Buffers(NamedTuple):
     ds: Any
     dq: Any
     alternation: Any
+    words: Any
     bits: Any
-
-
-@gluon.jit
-def load(io, smem, band, work, variant, shape):
-    """The producer: K and V of each tile, and the rows that see it, with their statistics.
-
-    The first rows are asked for before K and V, whose memory is free later.
-    """
-    i = 0
-    t = dealt(work, 0, shape)
-    for n in range(rounds_of(work, shape)):
-        upcoming = dealt(work, n + 1, shape)
-        if t >= 0:
-            seq, n0, span = met(t, band, work, variant, shape, io.turns)
-            head, m = before(span)
-            for j in range(gl.maximum(span.count, 1)):
-                if j < span.count:
-                    head, m = row_tile(j, head, m, span, variant)
-                    descs, rings = (io.q_desc, io.do_desc), (smem.q, smem.do)
-                    lines = (), ((io.lse_desc, smem.lse), (io.delta_desc, smem.delta))
-                    load_rows(descs, rings, lines, seq, head, m, i, io.stat_rows, work, shape)
-                    i += 1
-                if j == 0:
-                    keys = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
-                    produce(smem.k, io.k_desc, keys, n)
-                    produce(smem.v, io.v_desc, keys, n)
-        t = upcoming
-
-
-@gluon.jit
-def stat_of(seq, line, m, shape):
-    """Where the statistics of the m-th tile of rows are in memory; `line` is where its head's begin."""
-    first = line + m * shape.BLOCK_M
-    if shape.PACKED:
-        first += first_stat(seq.q_start, seq.b)
-    return first
-
-
-@gluon.jit
-def load_rows(descs, rings, lines, seq, head, m, i, stat_rows, work, shape):
-    """The m-th tile of rows of q and of do as use i of the rings, each with the statistics that go with it: `lines` of
-    both are pairs of descriptor and memory.
-    """
-    b, h, row = place_of(seq, head, m, work, shape)
-    stat = stat_of(seq, (b * (work.heads * work.group) + h) * stat_rows, m, shape)
-    for part in gl.static_range(2):
-        load_beside(descs[part], rings[part], lines[part], [b, row, h, 0], stat, i)
-
-
-@gluon.jit
-def load_beside(desc, ring, lines, coord, stat, i):
-    """Load the tile at `coord` as use i of the ring, and beside it the fp32 lines from `stat` on."""
-    LINES: gl.constexpr = len(lines)
-    ROWS: gl.constexpr = desc.block_type.shape[1]
-    BYTES: gl.constexpr = desc.block_type.nbytes + LINES * ROWS * 4
-    stage = i % ring.STAGES
-    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
-    mbarrier.expect(ring.full.index(stage), BYTES)
-    for k in gl.static_range(LINES):
-        tma_load(lines[k][0], [stat], ring.full.index(stage), lines[k][1].index(stage))
-    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -210,26 +152,17 @@ def keys_half(ring, n, W: gl.constexpr):
 
 
 @gluon.jit
-def times_rows(keys, n, rows, i, left, zero, shape, W: gl.constexpr):
-    """``Sᵀ = K Qᵀ``, or ``dPᵀ = V dOᵀ``, of uses n and i of their rings, asynchronously.
-
-    Of the rows so many are `left` to the sequence.
-    """
+def times_rows(keys, n, rows, i, zero, shape, W: gl.constexpr):
+    """``Sᵀ = K Qᵀ``, or ``dPᵀ = V dOᵀ``, of uses n and i of their rings, asynchronously."""
     rows_smem = arrived(rows, i, shape.BLOCK_M, rows.tiles.shape[4])
-    if shape.PACKED:
-        unread.cut(rows_smem, left, WARPS)
     return warpgroup_mma(keys_half(keys, n, W), rows_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def coming(t, band, work, variant, shape, turns):
-    """Of the tile of keys number t, if there is one: whether any rows see it, and how many are left from the first."""
-    seq, _, span = met(gl.maximum(t, 0), band, work, variant, shape, turns)
-    some = (t >= 0) & (span.count > 0)
-    left = shape.BLOCK_M
-    if shape.PACKED:
-        left = gl.where(some, seq.len_q - span.start * shape.BLOCK_M, shape.BLOCK_M)
-    return some.to(gl.int32), left
+def seen_by_rows(t, band, work, variant, shape, turns):
+    """Whether there is a tile of keys number t, and any rows see it: 1 or 0."""
+    _, _, span = met(gl.maximum(t, 0), band, work, variant, shape, turns)
+    return ((t >= 0) & (span.count > 0)).to(gl.int32)
 
 
 @gluon.jit
@@ -241,7 +174,7 @@ def kept(p32, variant, key, own, m0, n0, heads, smem, shape, W: gl.constexpr):
 
 @gluon.jit
 def gather(
-    i, n, phase, next_up, state, seq, n0, span, io, smem, band, work, variant, extra, shape, W: gl.constexpr
+    i, n, phase, follows, state, seq, n0, span, io, smem, band, work, variant, extra, shape, W: gl.constexpr
 ):  # fmt: skip
     """dk and dv of the 64 keys from n0, and a half of all that the tile adds to dq, handed over row tile by row tile;
     and the next use, phase, and `state`: products of the first rows, and whether they are there.
@@ -251,7 +184,7 @@ def gather(
     other's before: of tile i - 1, and the second one, W 1, of tile i too. That is why dSᵀ of two tiles is kept, and
     nothing else is waited for.
 
-    `next_up` is what is `coming`: the last rows' turn is also that of the first rows of the next tile of keys.
+    Whether another tile of keys `follows` whose first rows' products are this one's last turn too.
     """
     SCORES: gl.constexpr = tile_layout(WARPS, shape.BLOCK_M)
     KEYS: gl.constexpr = tile_layout(WARPS, shape.BLOCK_D)
@@ -261,7 +194,7 @@ def gather(
     dtype: gl.constexpr = io.q_desc.dtype
     # The lse is asked for before its products are there, where there are registers for it (docs/tuning.md).
     PLAIN: gl.constexpr = variant.fold is not None and variant.fold and variant.seed is None
-    EARLY: gl.constexpr = shape.BLOCK_D > HALF or (shape.CLEAN and PLAIN)
+    EARLY: gl.constexpr = shape.BLOCK_D > HALF or (shape.CLEAN and PLAIN and not shape.PACKED)
     no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
     dk = gl.zeros([HALF, shape.BLOCK_D], gl.float32, KEYS)
@@ -269,18 +202,16 @@ def gather(
     k_smem = smem.k.tiles.index(n % smem.k.STAGES).reshape([shape.BLOCK_N, shape.BLOCK_D])
     keys = (n0 + gl.arange(0, HALF, gl.SliceLayout(1, SCORES)))[:, None]
     s, dp, ready = state
-    follows, next_left = next_up
     key, heads = key_of(variant), work.heads * work.group
     head, m = before(span)
     if span.count > 0:
         head, m = row_tile(0, head, m, span, variant)
         if ready == 0:
             my_turn(smem.alternation, phase, W)
-            left = seq.len_q - m * shape.BLOCK_M
             # ptxas takes parts of K's descriptors from here for dQ too, past a branch that may not have been taken.
             here = scores.opaque(n)
-            s = times_rows(smem.k, here, smem.q, i, left, no_scores, shape, W)
-            dp = times_rows(smem.v, here, smem.do, i, left, no_scores, shape, W)
+            s = times_rows(smem.k, here, smem.q, i, no_scores, shape, W)
+            dp = times_rows(smem.v, here, smem.do, i, no_scores, shape, W)
             next_turn(smem.alternation, W, CONSUMERS)
             s, dp = warpgroup_mma_wait(0, deps=(s, dp))
             phase += 1
@@ -314,7 +245,14 @@ def gather(
             left32 = kept(p32, variant, key, own, m0, n0, heads, smem, shape, W)
             p, left = unpacked(p32, SCORES, dtype), unpacked(left32, SCORES, dtype)
             p32 = left32
-        ds = score_gradient(p, left, dp, delta, masked, variant, shape)
+        ds = score_gradient(p, left, dp, delta, variant)
+        if shape.PACKED:
+            if masked:
+                if is_strange(smem.words.index(do_stage), WARPS):
+                    ds = of_weights(ds, p)
+        elif shape.CLEAN:
+            if masked:
+                ds = of_weights(ds, p)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
         own_ds(smem.ds, i, shape, W).store(ds16)
@@ -341,10 +279,7 @@ def gather(
             next_n += follows
         else:
             head, m = row_tile(j + 1, head, m, span, variant)
-        left = seq.len_q - m * shape.BLOCK_M
-        if last:
-            left = next_left
-        s = times_rows(smem.k, next_n, smem.q, i + more, left, no_scores, shape, W)
+        s = times_rows(smem.k, next_n, smem.q, i + more, no_scores, shape, W)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         next_turn(smem.alternation, W, CONSUMERS)
         if more != 0:
@@ -353,7 +288,7 @@ def gather(
             put(dq, smem, use, W)
         if last & (follows != 0):
             arrived(smem.v, next_n, shape.BLOCK_N, shape.BLOCK_DV)
-        dp = times_rows(smem.v, next_n, smem.do, i + more, left, no_scores, shape, W)
+        dp = times_rows(smem.v, next_n, smem.do, i + more, no_scores, shape, W)
         if j >= 1 - W:
             announce(smem, use, W)
         if EARLY:
@@ -402,13 +337,13 @@ def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
             seq, n0, span = met(t, band, work, variant, shape, io.turns)
-            next_up = coming(upcoming, band, work, variant, shape, io.turns)
+            follows = seen_by_rows(upcoming, band, work, variant, shape, io.turns)
             k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
-            if shape.CLEAN:
+            if shape.CLEAN and not shape.PACKED:
                 unread.clean(k_smem, WARPS, HALF * W, HALF)
             dk, dv, i, phase, state = gather(
-                i, n, phase, next_up, state, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W
+                i, n, phase, follows, state, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W
             )  # fmt: skip
             if variant.seed is not None:
                 dv *= 65536.0 / variant.keep
@@ -489,7 +424,8 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     """Buffers and barriers, and who does what with them."""
     dtype: gl.constexpr = io.q_desc.dtype
     LINE: gl.constexpr = io.lse_desc.layout
-    k, v = make_ring(io.k_desc, 2, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS)
+    # Of packed calls V is released by who looks through it, too.
+    k, v = make_ring(io.k_desc, 2, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS + shape.PACKED)
     q, do = make_ring(io.q_desc, Q_STAGES, CONSUMERS), make_ring(io.do_desc, DO_STAGES, CONSUMERS)
     lse = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
@@ -500,17 +436,27 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     bits = q.full
     if variant.seed is not None:
         bits = make_bits(shape, CONSUMERS)
+    words, marks = bits, bits
+    if shape.PACKED:
+        FLAGS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        words = gl.allocate_shared_memory(gl.int32, [DO_STAGES, 1], FLAGS)
+        marks = gl.allocate_shared_memory(gl.int32, [LOOKERS], FLAGS)
+    # As tiles land, and as consumers get them.
+    landed = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, words, bits)
+    if shape.PACKED:
+        q, do, k = once_ready(q), once_ready(do), once_ready(k)
+    smem = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, words, bits)
     fence_async_shared()
-    smem = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, bits)
-    gl.warp_specialize(
+    specialize(
         [
             (compute, (io, smem, band, work, variant, extra, shape, 0)),
             (compute, (io, smem, band, work, variant, extra, shape, 1)),
-            (load, (io, smem, band, work, variant, shape)),
+            (load, (io, landed, band, work, variant, shape)),
             (add_dq, (io, smem, band, work, variant, shape)),
+            (tidy, (landed, smem, marks, io.turns, band, work, variant, shape)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, LOOKERS * shape.PACKED],
+        [240, 24, 24, 24],
     )
 
 

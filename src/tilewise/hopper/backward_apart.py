@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.score import Sequence
 from . import unread, work
-from .backward import load_rows, stat_of, store
+from .arrivals import load_rows, stat_of
+from .backward import store
 from .key_tiles import before, is_masked, met, row_tile
 from .pipeline import arrived, cta_barrier, make_ring, produce, release
 from .products import packed
@@ -41,6 +42,7 @@ from .recompute import (
     draw,
     exponents,
     make_bits,
+    of_weights,
     product_gradient,
     score_gradient,
     tile_layout,
@@ -277,7 +279,10 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
         else:
             dp = warpgroup_mma_wait(0, deps=(dp,))
             release(smem.other_2, i)
-            ds = score_gradient(p, left, dp, begin, masked, variant, shape)
+            ds = score_gradient(p, left, dp, begin, variant)
+            if shape.CLEAN:
+                if masked:
+                    ds = of_weights(ds, p)
             if shape.CLEAN and WHAT == "q":
                 if masked:
                     # Every warpgroup has its scores of these keys.

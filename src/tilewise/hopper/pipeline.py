@@ -99,6 +99,22 @@ def arrived(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def once_ready(ring):
+    """The same ring, of a tile a stage, for consumers who wait until somebody says that what landed is `ready`."""
+    STAGES: gl.constexpr = ring.tiles.shape[0]
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    return Ring(ring.tiles, full, ring.empty, STAGES)
+
+
+@gluon.jit
+def ready(ring, i):
+    """Use i may be taken."""
+    mbarrier.arrive(ring.full.index(i % ring.STAGES), count=1)
+
+
+@gluon.jit
 def release(ring, i):
     """This partition is done with use i."""
     mbarrier.arrive(ring.empty.index(i % ring.STAGES), count=1)

@@ -211,18 +211,20 @@ def without_dropped_of_rows(p32, variant, key, b, h, m0, n0, heads, shape):
 
 
 @gluon.jit
-def score_gradient(p, left, dp, delta, masked, variant, shape):
+def score_gradient(p, left, dp, delta, variant):
     """dS from P and dP, which starts from -delta; with dropout from P, what is left of it, dP and delta."""
     if variant.seed is None:
         ds = p * dp
     else:
         # ``P (keep dP scale - delta)``
         ds = left * (dp * (65536.0 / variant.keep)) - p * delta
-    if shape.CLEAN:
-        if masked:
-            # What is invisible may be NaN, and 0 · NaN is NaN.
-            ds = gl.where(bits_of(p) == 0, 0.0, ds)
     return ds
+
+
+@gluon.jit
+def of_weights(ds, p):
+    """dS with 0 where P is 0: what is invisible may be NaN, and 0 · NaN is NaN."""
+    return gl.where(bits_of(p) == 0, 0.0, ds)
 
 
 @gluon.jit
@@ -232,7 +234,7 @@ def product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape):
         gradient = score.scores_gradient(ds, chain, variant, extra, own, rows, keys)
         if shape.CLEAN:
             if masked:
-                gradient = gl.where(bits_of(ds) == 0, 0.0, gradient)
+                gradient = of_weights(gradient, ds)
         ds = gradient
     return ds
 

@@ -158,17 +158,19 @@ class Blanked(NamedTuple):
         return (*self, width, also_width, 0 if self.lse is None else len(self.lse))
 
 
-def by_length(call: Call, members: Members, blanked: Blanked, tiles: Tiles, programs: int, tape: Tape) -> Listed:
-    """Tiles of a packed call in the order of `packed`, listed on the device."""
+def by_length(
+    call: Call, members: Members, blanked: Blanked, tiles: Tiles, programs: int, tape: Tape, paired: bool = True
+) -> Listed:
+    """Tiles of a packed call in an order of `packed`, listed on the device."""
     p, total, device = call.problem, len(blanked.out), blanked.out.device
     most = -(-total // tiles.block_m) + p.batch
     order = (most + 1) * packed.RECORD.value
     table = tape.empty((order + most * tiles.heads,), torch.int32, device)
-    few = total * tiles.heads < _FEW_ROUNDS * programs * tiles.block_m
+    paired = paired and total * tiles.heads >= _FEW_ROUNDS * programs * tiles.block_m
     arguments = (
         *members[:4], p.batch, total, *members.longest,
         *(None if bound is None else min(bound, _FAR) for bound in members.bounds),
-        table, most, tiles.heads, 0 if few else programs, *blanked.arguments(), p.options.align == TOP_LEFT,
+        table, most, tiles.heads, programs if paired else 0, *blanked.arguments(), p.options.align == TOP_LEFT,
         tiles.block_m,
     )  # fmt: skip
     tape.launch(packed.list_kernel, max(p.batch, programs), arguments, num_warps=4)
@@ -183,8 +185,11 @@ def _listed(
     programs = processors(p.device)
     if p.packed:
         offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-        members = Members(*offsets, None, inputs.seqused_k, longest, call.sizes[3:])
-        return by_length(call, members, Blanked(out, lse=lse), tiles, programs, tape)
+        left, right = call.sizes[3:]
+        members = Members(*offsets, None, inputs.seqused_k, longest, (left, right))
+        # With short steps and a causal mask pairs took 7 % longer (docs/tuning.md).
+        paired = max(p.head_dim, p.head_dim_v) > 64 or right is None
+        return by_length(call, members, Blanked(out, lse=lse), tiles, programs, tape, paired)
     if plan is not None:
         sizes = (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m))
         l2, each = launch.near_keys(p)

@@ -1,5 +1,5 @@
-"""The list of a packed call's tiles for Hopper, made by the kernel itself: every tile once, in an order by which programs
-do not drift apart.
+"""The list of a packed call's tiles for Hopper, made by the kernel itself: every tile once, in an order by which no
+program gets far ahead of others.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""Tiles of the backward pass on their way to the products: one warp loads them, in packed calls two look through them.
+
+What no row sees may be NaN, and so may be what lies behind a member's last row. Of dense calls consumers see to that
+themselves, for K and V come just when they are needed (docs/tuning.md).
+"""
+
+from __future__ import annotations
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from . import unread
+from .key_tiles import before, is_masked, met, place_of, row_tile
+from .pipeline import arrived, produce, ready, release, tma_load
+from .statistics import first_stat
+from .unread import LOOKERS
+from .work import dealt, line_of, rounds_of
+
+
+@gluon.jit
+def load(io, smem, band, work, variant, shape):
+    """The producer: K and V of each tile, and the rows that see it, with their statistics.
+
+    The first rows are asked for before K and V, whose memory is free later.
+    """
+    i = 0
+    t = dealt(work, 0, shape)
+    for n in range(rounds_of(work, shape)):
+        upcoming = dealt(work, n + 1, shape)
+        if t >= 0:
+            seq, n0, span = met(t, band, work, variant, shape, io.turns)
+            head, m = before(span)
+            for j in range(gl.maximum(span.count, 1)):
+                if j < span.count:
+                    head, m = row_tile(j, head, m, span, variant)
+                    descs, rings = (io.q_desc, io.do_desc), (smem.q, smem.do)
+                    lines = (), ((io.lse_desc, smem.lse), (io.delta_desc, smem.delta))
+                    load_rows(descs, rings, lines, seq, head, m, i, io.stat_rows, work, shape)
+                    i += 1
+                if j == 0:
+                    keys = [line_of(seq, shape), seq.k_start + n0, seq.h, 0]
+                    produce(smem.k, io.k_desc, keys, n)
+                    produce(smem.v, io.v_desc, keys, n)
+        t = upcoming
+
+
+@gluon.jit
+def stat_of(seq, line, m, shape):
+    """Where the statistics of the m-th tile of rows are in memory; `line` is where its head's begin."""
+    first = line + m * shape.BLOCK_M
+    if shape.PACKED:
+        first += first_stat(seq.q_start, seq.b)
+    return first
+
+
+@gluon.jit
+def load_rows(descs, rings, lines, seq, head, m, i, stat_rows, work, shape):
+    """The m-th tile of rows of q and of do as use i of the rings, each with the statistics that go with it: `lines` of
+    both are pairs of descriptor and memory.
+    """
+    b, h, row = place_of(seq, head, m, work, shape)
+    stat = stat_of(seq, (b * (work.heads * work.group) + h) * stat_rows, m, shape)
+    for part in gl.static_range(2):
+        load_beside(descs[part], rings[part], lines[part], [b, row, h, 0], stat, i)
+
+
+@gluon.jit
+def load_beside(desc, ring, lines, coord, stat, i):
+    """Load the tile at `coord` as use i of the ring, and beside it the fp32 lines from `stat` on."""
+    LINES: gl.constexpr = len(lines)
+    ROWS: gl.constexpr = desc.block_type.shape[1]
+    BYTES: gl.constexpr = desc.block_type.nbytes + LINES * ROWS * 4
+    stage = i % ring.STAGES
+    mbarrier.wait(ring.empty.index(stage), ((i // ring.STAGES) & 1) ^ 1)
+    mbarrier.expect(ring.full.index(stage), BYTES)
+    for k in gl.static_range(LINES):
+        tma_load(lines[k][0], [stat], ring.full.index(stage), lines[k][1].index(stage))
+    tma_load(desc, coord, ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def tidy(landed, smem, marks_smem, turns, band, work, variant, shape):
+    """What consumers of packed calls need not look for: K without what is not finite, q and do without rows that are
+    not the member's, and a word on whether dS may be NaN where nothing is visible.
+
+    It takes tiles as they land. `smem` are the rings of consumers, who get K, q and do when they are ready. V is theirs
+    at once, for they wait for it, and is released here as by a consumer: of the first rows it is not known whether it
+    is finite. So no barrier is more than one phase from what is waited for. 0 will do in place of NaN, for rows that
+    see it have an lse that is none, and so gradients that are none.
+    """
+    i = 0
+    t = dealt(work, 0, shape)
+    for n in range(rounds_of(work, shape)):
+        upcoming = dealt(work, n + 1, shape)
+        if t >= 0:
+            seq, _, span = met(t, band, work, variant, shape, turns)
+            head, m = before(span)
+            k_smem = arrived(landed.k, n, shape.BLOCK_N, shape.BLOCK_D)
+            if not_finite(k_smem, marks_smem):
+                unread.clean(k_smem, LOOKERS)
+            ready(smem.k, n)
+            strange = 0 * span.count + 1
+            for j in range(gl.maximum(span.count, 1)):
+                if j < span.count:
+                    head, m = row_tile(j, head, m, span, variant)
+                    left = seq.len_q - m * shape.BLOCK_M
+                    unread.cut(arrived(landed.q, i, shape.BLOCK_M, shape.BLOCK_D), left, LOOKERS)
+                    ready(smem.q, i)
+                    unread.cut(arrived(landed.do, i, shape.BLOCK_M, shape.BLOCK_DV), left, LOOKERS)
+                    if is_masked(j, m, span, variant):
+                        stage = i % landed.do.STAGES
+                        tell(smem.words.index(stage), strange, smem.delta.index(stage), shape)
+                    ready(smem.do, i)
+                    i += 1
+                if j == 0:
+                    v_smem = arrived(landed.v, n, shape.BLOCK_N, shape.BLOCK_DV)
+                    strange = not_finite(v_smem, marks_smem).to(gl.int32)
+                    release(landed.v, n)
+        t = upcoming
+
+
+@gluon.jit
+def not_finite(tile_smem, marks_smem):
+    """Whether a tile holds what is not finite."""
+    unread.inspect(tile_smem, marks_smem)
+    return unread.any_mark(marks_smem, LOOKERS)
+
+
+@gluon.constexpr_function
+def line_layout(n):
+    """Registers of a line of n numbers of those who look."""
+    return gl.BlockedLayout([max(1, n // (32 * LOOKERS.value))], [32], [LOOKERS.value], [0])
+
+
+@gluon.jit
+def tell(word_smem, strange, delta_smem, shape):
+    """Leave a word that is not 0 if `strange` is not, or some row's delta is not finite."""
+    delta = delta_smem.load(line_layout(shape.BLOCK_M)).to(gl.int32, bitcast=True)
+    found = ((delta & 0x7F800000) == 0x7F800000).to(gl.int32)
+    word_smem.store(gl.full([1], gl.max(found, 0) | strange, gl.int32, line_layout(1)))
+
+
+@gluon.jit
+def is_strange(word_smem, WARPS: gl.constexpr):
+    """Whether `tell` has left such a word, as so many warps ask."""
+    return gl.max(word_smem.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) != 0
