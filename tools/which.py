@@ -153,7 +153,8 @@ def answer_of(call: Call, device: str) -> Answer:
         backward = dispatch.choose(problem, "backward")
         if backward != found.backend:
             refused = dispatch.reasons(found.backend, problem, "backward")
-            reasons.append(f"`{found.backend}` does not do {'; '.join(refused)}")
+            better = dispatch.drawback(found.backend, problem, "backward")
+            reasons.append(f"`{found.backend}` does not do {'; '.join(refused)}" if refused else f"{better}")
     return Answer(found.backend, backward, tuple(reasons))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata, util
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ def _triton_version() -> str | None:
 
 
 def module(name: str) -> ModuleType:
-    """The backend's module: NAME, unsupported_reasons, forward, backward, tile."""
+    """The backend's module: NAME, unsupported_reasons, forward, backward, tile; for some, drawback and bind."""
     return import_module(_MODULES[name])
 
 
@@ -54,6 +55,12 @@ def reasons(name: str, problem: Problem, pass_: str = "forward") -> list[str]:
     """Why this backend cannot serve a pass of the problem here; empty if it can."""
     missing = _missing(name)
     return [missing] if missing else module(name).unsupported_reasons(problem, pass_)
+
+
+def drawback(name: str, problem: Problem, pass_: str = "forward") -> str | None:
+    """Why another backend serves better what this one can serve, or None."""
+    ask = getattr(module(name), "drawback", None)
+    return None if ask is None else ask(problem, pass_)
 
 
 def cache_reasons(name: str, problem: CacheProblem) -> list[str]:
@@ -112,7 +119,7 @@ def check_name(backend: str | None) -> None:
 
 
 def choose(problem: Problem, pass_: str = "forward") -> str:
-    """The name of the backend for a pass: the one asked for, or the best that can.
+    """The name of the backend for a pass: the one asked for, or the first that can and has no drawback, or that can.
 
     Forward and backward need not agree: what passes between them (output and LSE) is the same for all.
 
@@ -130,7 +137,23 @@ def choose(problem: Problem, pass_: str = "forward") -> str:
             found = reasons(name, problem, "backward")
         return found
 
-    return _first(wanted, why, "what explain() lists", "see tilewise.explain(...) for each backend's reasons")
+    first = _first(wanted, why, "what explain() lists", "see tilewise.explain(...) for each backend's reasons")
+    if wanted is not None:
+        return first
+    others = BACKENDS[BACKENDS.index(first) + 1 :]
+    return best(chain([first], (name for name in others if not why(name))), problem, pass_) or first
+
+
+def best(able: Iterable[str], problem: Problem, pass_: str = "forward") -> str | None:
+    """Of backends that can serve a pass, best first: the first that has no drawback, else the first; None if there is
+    none.
+    """
+    first = None
+    for name in able:
+        if drawback(name, problem, pass_) is None:
+            return name
+        first = first or name
+    return first
 
 
 def choose_cache(problem: CacheProblem) -> str:

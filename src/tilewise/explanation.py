@@ -224,18 +224,17 @@ def _ledger(problem: Problem, inputs: Inputs, pairs: int, on: roofline.Device | 
 
 def _backends(problem: Problem) -> tuple[str | None, dict[str, list[str]]]:
     """Who serves the problem, and why the others do not."""
-    chosen, reasons = None, {}
-    for name in dispatch.BACKENDS:
-        why = dispatch.reasons(name, problem)
-        wanted = problem.options.backend
+    wanted, reasons = problem.options.backend, {}
+    refusals = {name: dispatch.reasons(name, problem) for name in dispatch.BACKENDS}
+    can = [name for name, why in refusals.items() if not why and wanted in (None, name)]
+    chosen = dispatch.best(can, problem)
+    for name, why in refusals.items():
         if wanted not in (None, name):
             why = [f"backend={wanted!r} was asked for", *why]
-        elif not why and chosen is not None:
-            why = [f"{chosen} serves the call and comes first"]
+        elif not why and name != chosen:
+            why = [dispatch.drawback(name, problem) or f"{chosen} serves the call and comes first"]
         if why:
             reasons[name] = why
-        else:
-            chosen = name
     return chosen, reasons
 
 

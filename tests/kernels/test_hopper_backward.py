@@ -16,8 +16,9 @@ import torch
 import triton
 from offline import SHARED, Compiled, catching
 
-from tilewise import BlockMask, ScoreMod, hopper
+from tilewise import BlockMask, ScoreMod, dispatch, hopper
 from tilewise.arguments import prepare
+from tilewise.problem import Problem
 
 ALL = os.environ.get("TILEWISE_ALL_TILES") == "1"
 # Matrix instructions of a tile, of each warpgroup: five products, of 16 columns or rows each.
@@ -154,25 +155,36 @@ def test_variants_compile(name: str) -> None:
     compiled(128, **VARIANTS[name])
 
 
-def declined(
+def on_hopper(
     rows: int = 256, head_dim: int = 64, batch: int = 1, dtype: torch.dtype = torch.float16, **options: Any
-) -> list[str]:
-    """Why the backward pass of a call on a Hopper GPU is left to others."""
+) -> Problem:
+    """A problem on a Hopper GPU."""
     q = torch.empty(batch, rows, 2, head_dim, dtype=dtype, device="meta")
     problem, _, _ = prepare(q, q, q, **options)
-    here = replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
-    return hopper.unsupported_reasons(here, "backward")
+    return replace(problem, device=torch.device("cuda"), assumed_capability=(9, 0))
+
+
+def declined(**options: Any) -> list[str]:
+    """Why the backward pass of such a problem is left to others."""
+    return hopper.unsupported_reasons(on_hopper(**options), "backward")
 
 
 def test_what_is_left_to_others_is_said() -> None:
     assert declined() == declined(causal=True) == declined(window=(100, 3)) == declined(head_dim=120) == []
     assert declined(rows=250) == declined(head_dim=256) == declined(deterministic=True) == declined(softcap=30.0) == []
-    for slow in ({"softcap": 30.0, "dtype": torch.bfloat16}, {"dropout_p": 0.1, "dropout_seed": 1}):
-        (reason,) = declined(**slow)
-        assert reason.endswith("Triton's kernels are faster")
-        assert declined(**slow, backend="hopper") == declined(**slow, head_dim=72) == []
     (reason,) = declined(batch=1 << 22)
     assert reason.startswith("a backward pass of 2**31 rows")
+
+
+def test_what_others_do_better_is_left_to_them() -> None:
+    for slow in ({"softcap": 30.0, "dtype": torch.bfloat16}, {"dropout_p": 0.1, "dropout_seed": 1}):
+        assert declined(**slow) == []
+        assert dispatch.choose(on_hopper(**slow), "backward") == "triton"
+        for better in (on_hopper(**slow, backend="hopper"), on_hopper(**slow, head_dim=72)):
+            assert dispatch.choose(better, "backward") == "hopper"
+        assert dispatch.choose(on_hopper(**slow)) == "hopper"
+    # Where nobody else can, a drawback is no reason to refuse.
+    assert dispatch.best(["hopper"], on_hopper(dropout_p=0.1, dropout_seed=1), "backward") == "hopper"
 
 
 def test_statistics_are_counted_with_what_fills_their_tiles() -> None:

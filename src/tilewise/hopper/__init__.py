@@ -54,9 +54,6 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     reasons = [reason for reason, holds in refused.items() if holds]
     if pass_ != "forward":
         reasons += gradients.unsupported_reasons(problem)
-        if problem.options.backend is None and _slower(problem):
-            what = "dropout, or softcap in bfloat16, up to head dim 64"
-            reasons.append(f"a backward pass with {what}: Triton's kernels are faster")
     try:
         compiled.check(problem.options)
     except errors.UnsupportedError as error:
@@ -64,10 +61,14 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
     return reasons
 
 
-def _slower(problem: Problem) -> bool:
-    """Whether the portable backward pass is the faster one: here is no room for tanh or Philox beside all gradients."""
+def drawback(problem: Problem, pass_: str = "forward") -> str | None:
+    """Why a backend that comes later serves a pass better, or None."""
     capped = problem.options.softcap is not None and problem.dtype == torch.bfloat16
-    return (capped or problem.has_dropout) and max(problem.head_dim, problem.head_dim_v) <= 64
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
+    if pass_ == "forward" or not narrow or not (capped or problem.has_dropout):
+        return None
+    # Here is no room for tanh or Philox beside all gradients.
+    return "Triton's backward pass with dropout, or softcap in bfloat16, is faster up to head dim 64"
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:

@@ -81,7 +81,7 @@ def box(problem: CacheProblem, tile: TileConfig) -> int:
     return min(tile.block_n, page & -page) if page else tile.block_n
 
 
-def merges(call: CacheCall) -> bool:
+def _merges(call: CacheCall) -> bool:
     """Whether `decode` merges what it has cut: of few rows, for those of an item are merged by one program."""
     attention, plan = call.problem.attention, call.plan
     few = attention.seqlen_q * attention.group_size <= _MERGED_ROWS and call.tile.block_m == ROWS
@@ -98,7 +98,9 @@ def shape(call: CacheCall) -> Shape:
         attention.packed, *dims, *blocks, tile.block_m, tile.block_n, call.problem.page_size or 0,
         box(call.problem, tile),
     )  # fmt: skip
-    return Shape._make((*map(gl.constexpr, sizes), call.mode, *map(gl.constexpr, (tile.block_m // ROWS, merges(call)))))
+    return Shape._make(
+        (*map(gl.constexpr, sizes), call.mode, *map(gl.constexpr, (tile.block_m // ROWS, _merges(call))))
+    )
 
 
 def work(call: CacheCall) -> tuple[Any, ...]:
@@ -137,8 +139,9 @@ def _described(call: CacheCall, tape: Tape) -> list[Any]:
 def _attend(call: CacheCall, results: Results, tape: Tape) -> None:
     """Launch `decode` or `latent`, and `combine` if an item may have more than one piece and is not merged there."""
     inputs, packed, config = call.inputs, call.problem.attention.packed, call.tile
-    itself = merges(call)
-    parts, (tree, sinks), sizes = parts_of(call, tape, itself), read_only(call, tape), shape(call)
+    sizes = shape(call)
+    itself = sizes.MERGES.value
+    parts, (tree, sinks) = parts_of(call, tape, itself), read_only(call, tape)
     variant, extra, left, right = variant_of(call)
     one = is_latent(call.problem)
     kernel, stages = (latent_kernel, ()) if one else (decode_kernel, (config.num_stages,))

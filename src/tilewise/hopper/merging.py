@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from ..kernels import cache
+from ..kernels import cache, decode_plan
 from ..kernels.score import LOG2E
 from .pipeline import cta_barrier
 
@@ -33,7 +33,7 @@ def merge(out, lse, parts, first, pieces, group, h, stat_rows, shape):
         acc = gl.zeros([_ROWS, shape.BLOCK_DV], gl.float32, PLANE)
         for c in range(0, pieces, _PIECES):
             j = c + gl.arange(0, _PIECES, gl.SliceLayout(1, PAIRS))
-            slot = 2 * (first + j) + (j == 0).to(gl.int32)
+            slot = decode_plan.slot_of(first + j, j)
             at = slot.to(gl.int64)[:, None] * shape.BLOCK_M + r[None, :]  # [J, M]
             there = (j < pieces)[:, None] & (r < seq.len_q * shape.GROUP)[None, :]
             lse_j = gl.load(parts.lse + at, mask=there, other=float("-inf"))

@@ -64,7 +64,7 @@ def combine_kernel(
     for c in range(0, pieces, _PIECES):
         j = c + offs
         if shape.MODE == BALANCED:
-            slot = tl.where(j == 0, 2 * index + 1, 2 * (index + j))
+            slot = decode_plan.slot_of(index + j, j)
         else:
             slot = index * work.splits + j
         row = slot.to(tl.int64) * shape.BLOCK_M + r

@@ -220,6 +220,12 @@ def _sought(raw0, raw1, item0, item1, whole, offs, slots, limits, work, shape, l
 
 
 @triton.jit
+def slot_of(program, number):
+    """Where a program leaves an item's piece of this number: it may leave two, of which the second begins an item."""
+    return 2 * program + (number == 0).to(tl.int32)
+
+
+@triton.jit
 def share(program, programs, offs, slots, limits, work, shape, left, right):
     """What a program has to do; `offs` are the numbers below a power of two, of groups that it looks at in one go."""
     groups = limits.batch * work.row_tiles
@@ -269,7 +275,7 @@ def piece_of(unit, begin, program, mine, group, item, work, shape):
         tile = group.lo // shape.BLOCK_N
         lo = (tile + local) * shape.BLOCK_N
         hi = (tile + stop - begin) * shape.BLOCK_N
-        slot = 2 * program + (local == 0).to(tl.int32)
+        slot = slot_of(program, local)
         alone = (local == 0) & (stop == begin + group.units)
     else:
         stop = unit + 1
