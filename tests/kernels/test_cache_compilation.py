@@ -192,7 +192,7 @@ def _latent(heads: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> Comp
     return compiled(90, monkeypatch, [q, k, k[..., :512]], **table)[0]
 
 
-@pytest.mark.parametrize("page_size", budgets.LATENT)
+@pytest.mark.parametrize("page_size", budgets.LATENT if ALL else [16])
 def test_warpgroups_share_the_products_of_a_latent(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = _latent(128, page_size, monkeypatch)
     budget = budgets.of(budgets.LATENT[page_size])

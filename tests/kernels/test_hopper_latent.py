@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import budgets
@@ -23,7 +24,7 @@ from test_replay import Machine, machine  # noqa: F401 - a fixture
 import tilewise
 from tilewise import eager_cache, errors, hopper, masks
 from tilewise.cache_arguments import prepare
-from tilewise.hopper import cache
+from tilewise.hopper import cache as caches
 from tilewise.kvcache import CacheInputs, CacheProblem
 from tilewise.tiles import TileConfig
 
@@ -57,9 +58,15 @@ def compiled(*args: Any, **options: Any) -> list[Compiled]:
     return caught
 
 
+@cache
+def paged(page_size: int | None) -> Compiled:
+    """The kernel of a causal call; it takes fifteen seconds to compile."""
+    return compiled(page_size=page_size, causal=True)[0]
+
+
 @pytest.mark.parametrize("page_size", [None, 16, 64] if ALL else [64])
 def test_tile(elsewhere: None, page_size: int | None) -> None:  # noqa: F811 - a fixture
-    kernel = compiled(page_size=page_size, causal=True)[0]
+    kernel = paged(page_size)
     assert kernel.kernel == "latent_kernel"
     found = [loops.hot_loops(kernel.cubin, products) for products in (OWN, BOTH)]
     assert list(map(len, found)) == [1, 1]
@@ -67,7 +74,7 @@ def test_tile(elsewhere: None, page_size: int | None) -> None:  # noqa: F811 - a
 
 
 def test_warpgroup_1_computes_weights_while_it_multiplies(elsewhere: None) -> None:  # noqa: F811 - a fixture
-    (loop,) = loops.hot_loops(compiled(page_size=64)[0].cubin, BOTH)
+    (loop,) = loops.hot_loops(paged(64).cubin, BOTH)
     waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
     # For nothing yet, for scores, for the other's values, for its own.
     assert [loop[i].split()[-1] for i in waits] == ["0x3", "0x1", "0x0", "0x0"]
@@ -75,7 +82,7 @@ def test_warpgroup_1_computes_weights_while_it_multiplies(elsewhere: None) -> No
 
 
 def test_a_tile_arrives_by_tma_once_for_both_products(elsewhere: None) -> None:  # noqa: F811 - a fixture
-    body, _ = loops.instructions(compiled(page_size=64)[0].cubin)
+    body, _ = loops.instructions(paged(64).cubin)
     # Rows of 128 bytes.
     assert sum("UTMALDG" in text for text in body) == 576 * 2 // 128
     assert not any("LDGSTS" in text for text in body)
@@ -127,8 +134,8 @@ def test_a_replay_passes_what_triton_would(
 
 def test_what_it_declines_is_said() -> None:
     assert hopper.cache_unsupported_reasons(on_hopper(posed()[0])) == []
-    assert cache.unsupported_reasons(on_hopper(posed(2, 16, 24, causal=True)[0])) == []
-    assert cache.unsupported_reasons(on_hopper(posed(page_size=12)[0])) == ["pages of 12; TMA takes multiples of 8"]
+    assert caches.unsupported_reasons(on_hopper(posed(2, 16, 24, causal=True)[0])) == []
+    assert caches.unsupported_reasons(on_hopper(posed(page_size=12)[0])) == ["pages of 12; TMA takes multiples of 8"]
 
 
 def test_there_is_one_tile() -> None:
@@ -143,7 +150,7 @@ def test_other_caches_with_wide_heads_are_declined(dims: tuple[int, int]) -> Non
     k = torch.empty(2, 64, 1, dims[0]).half()
     v = k.clone()[..., : dims[1]] if dims == (576, 512) else k[..., : dims[1]]
     problem = prepare(q, k, v, lengths)[0]
-    assert cache.unsupported_reasons(on_hopper(problem)) == ["a head dim above 256"]
+    assert caches.unsupported_reasons(on_hopper(problem)) == ["a head dim above 256"]
 
 
 def test_values_in_the_keys_are_told_from_others() -> None:
