@@ -1,8 +1,9 @@
 """Backward on Hopper: dk, dv and dq in one pass over the score tiles, recomputed from q, k and lse.
 
 Algorithm 2 of FlashAttention-2 (Dao, 2023) on FlashAttention-3's terms (Shah et al., 2024, Section 3.1): one warp loads
-(TMA), two warpgroups compute, each 64 keys of the tile, one warp adds dq to memory. Scores are transposed, so that
-Pᵀ and dSᵀ are operands from registers in the products for dv and dk; the one for dq takes dSᵀ from shared memory.
+(TMA), two warpgroups compute, each 64 keys of the tile, one warp adds dq to memory; of packed calls two more look
+through what is loaded (`arrivals`). Scores are transposed, so that Pᵀ and dSᵀ are operands from registers in the
+products for dv and dk; the one for dq takes dSᵀ from shared memory.
 
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dSᵀ = Pᵀ (dPᵀ - delta)    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
