@@ -97,12 +97,18 @@ def offsets(lengths: Iterable[int], device: str, dtype: torch.dtype = torch.int3
 
 
 def packed(
-    lengths_q: list[int], lengths_k: list[int], draw: Draw, dtype: torch.dtype | None = None, **options: Any
+    lengths_q: list[int],
+    lengths_k: list[int],
+    draw: Draw,
+    dtype: torch.dtype | None = None,
+    heads: tuple[int, int] = (4, 2),
+    dims: tuple[int, int] = (16, 24),
+    **options: Any,
 ) -> Call:
-    """Members of these lengths, one after the other: 4 query heads over 2, head dims 16 and 24."""
+    """Members of these lengths, one after the other: so many query heads over those of keys, head dims of q and v."""
     dtype = dtype or draw.dtype
-    q = draw.normal(sum(lengths_q), 4, 16, dtype=dtype)
-    k, v = (draw.normal(sum(lengths_k), 2, n, dtype=dtype) for n in (16, 24))
+    q = draw.normal(sum(lengths_q), heads[0], dims[0], dtype=dtype)
+    k, v = (draw.normal(sum(lengths_k), heads[1], n, dtype=dtype) for n in dims)
     longest = {"max_seqlen_q": max(lengths_q, default=0), "max_seqlen_k": max(lengths_k, default=0)}
     cu = (offsets(lengths_q, draw.device), offsets(lengths_k, draw.device))
     return Call(q, k, v, {**longest, **options}, cu)

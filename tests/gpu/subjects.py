@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tilewise
-from conformance.calls import Call, Draw, Shape, dense, offsets
+from conformance import calls
+from conformance.calls import Call, Draw, Shape, dense
 
 # None is what users get: on Hopper its own kernels where they serve a pass, and Triton's for the others.
 BACKENDS: list[Any] = [pytest.param("triton", id="triton"), pytest.param(None, id="best")]
@@ -28,12 +29,8 @@ def _interval(draw: Draw) -> tilewise.Interval:
 
 def packed(draw: Draw, lengths_q: list[int], lengths_k: list[int], **options: Any) -> Call:
     """Members of these lengths, none longer than 256 rows."""
-    q, k, v = (
-        draw.normal(sum(lengths), heads, 64, dtype=torch.bfloat16)
-        for lengths, heads in ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
-    )
-    cu = offsets(lengths_q, draw.device), offsets(lengths_k, draw.device)
-    return Call(q, k, v, {"max_seqlen_q": 256, "max_seqlen_k": 256, **options}, cu)
+    longest = {"max_seqlen_q": 256, "max_seqlen_k": 256}
+    return calls.packed(lengths_q, lengths_k, draw, torch.bfloat16, dims=(64, 64), **{**longest, **options})
 
 
 CALLS: dict[str, Callable[[Draw], Call]] = {

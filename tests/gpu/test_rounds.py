@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise
-from conformance.calls import Call, Draw, Shape, cotangents, dense, offsets, run
+from conformance.calls import Call, Draw, Shape, cotangents, dense, packed, run
 from conformance.verify import compare
 
 BACKENDS = ["triton", *(["hopper"] if torch.cuda.get_device_capability() == (9, 0) else [])]
@@ -38,14 +38,6 @@ def _interval(draw: Draw) -> tilewise.Interval:
     return tilewise.Interval(rows - 150, rows + 90)
 
 
-def packed(head_dim: int, draw: Draw, **options: Any) -> Call:
-    """Members of all kinds of lengths."""
-    q, k, v = (draw.normal(sum(lengths), HEADS, head_dim, dtype=torch.bfloat16) for lengths in (*MEMBERS, MEMBERS[1]))
-    longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, MEMBERS), strict=True))
-    cu_q, cu_k = (offsets(lengths, draw.device) for lengths in MEMBERS)
-    return Call(q, k, v, {**longest, **options}, (cu_q, cu_k))
-
-
 def verify_rounds(call: Call, draw: Draw, backend: str) -> None:
     wanted = cotangents(call, draw)
     names = ("q", "k", "v")
@@ -66,7 +58,8 @@ def test_every_round(name: str, head_dim: int, backend: str) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_every_round_of_packed(name: str, head_dim: int, backend: str) -> None:
     draw = Draw("cuda")
-    verify_rounds(packed(head_dim, draw, **PACKED[name]), draw, backend)
+    sizes: dict[str, Any] = {"heads": (HEADS, HEADS), "dims": (head_dim, head_dim)}
+    verify_rounds(packed(*MEMBERS, draw, torch.bfloat16, **sizes, **PACKED[name]), draw, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
