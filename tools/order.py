@@ -56,9 +56,8 @@ class Asked(NamedTuple):
 def shares(call: Asked) -> list[list[tuple[int, int, int]]]:
     """Of every program member, head and number of its tiles, as the kernel lists them."""
     members, total = len(call.lengths), sum(call.lengths)
-    most = -(-total // BLOCK) + members
-    width = packed.RECORD.value
-    table = torch.zeros((1 + most) * width + most * call.heads, dtype=torch.int32)
+    most, start, size = packed.room(total, members, call.heads, BLOCK)
+    table = torch.zeros(size, dtype=torch.int32)
     cu = torch.tensor([0, *call.lengths]).cumsum(0).int()
     before, after = (0, None) if call.backward else (None, 0)
     if not call.causal:
@@ -68,7 +67,7 @@ def shares(call: Asked) -> list[list[tuple[int, int, int]]]:
         cu, cu, None, None, members, total, max(call.lengths), max(call.lengths), before, after, table, most,
         call.heads, call.programs, nothing, None, None, 0, 0, 0, False, BLOCK,
     )  # fmt: skip
-    records, order = table[: (1 + most) * width].view(-1, width).tolist(), table[(1 + most) * width :].tolist()
+    records, order = table[:start].view(-1, packed.RECORD.value).tolist(), table[start:].tolist()
     found: list[list[tuple[int, int, int]]] = [[] for _ in range(call.programs)]
     for at, number in enumerate(order[: records[0][0] * call.heads]):
         n, program = divmod(at, call.programs)

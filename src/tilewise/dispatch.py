@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module, metadata, util
-from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -137,11 +136,8 @@ def choose(problem: Problem, pass_: str = "forward") -> str:
             found = reasons(name, problem, "backward")
         return found
 
-    first = _first(wanted, why, "what explain() lists", "see tilewise.explain(...) for each backend's reasons")
-    if wanted is not None:
-        return first
-    others = BACKENDS[BACKENDS.index(first) + 1 :]
-    return best(chain([first], (name for name in others if not why(name))), problem, pass_) or first
+    found = None if wanted else best((name for name in BACKENDS if not why(name)), problem, pass_)
+    return found or _first(wanted, why, "what explain() lists", "see tilewise.explain(...) for each backend's reasons")
 
 
 def best(able: Iterable[str], problem: Problem, pass_: str = "forward") -> str | None:

@@ -97,10 +97,10 @@ def tidy(landed, smem, marks_smem, turns, band, work, variant, shape):
             seq, _, span = met(t, band, work, variant, shape, turns)
             head, m = before(span)
             k_smem = arrived(landed.k, n, shape.BLOCK_N, shape.BLOCK_D)
-            if not_finite(k_smem, marks_smem):
+            if unread.not_finite(k_smem, marks_smem):
                 unread.clean(k_smem, LOOKERS)
             ready(smem.k, n)
-            strange = 0 * span.count + 1
+            strange = 1
             for j in range(gl.maximum(span.count, 1)):
                 if j < span.count:
                     head, m = row_tile(j, head, m, span, variant)
@@ -115,16 +115,9 @@ def tidy(landed, smem, marks_smem, turns, band, work, variant, shape):
                     i += 1
                 if j == 0:
                     v_smem = arrived(landed.v, n, shape.BLOCK_N, shape.BLOCK_DV)
-                    strange = not_finite(v_smem, marks_smem).to(gl.int32)
+                    strange = unread.not_finite(v_smem, marks_smem).to(gl.int32)
                     release(landed.v, n)
         t = upcoming
-
-
-@gluon.jit
-def not_finite(tile_smem, marks_smem):
-    """Whether a tile holds what is not finite."""
-    unread.inspect(tile_smem, marks_smem)
-    return unread.any_mark(marks_smem, LOOKERS)
 
 
 @gluon.constexpr_function
@@ -142,6 +135,6 @@ def tell(word_smem, strange, delta_smem, shape):
 
 
 @gluon.jit
-def is_strange(word_smem, WARPS: gl.constexpr):
-    """Whether `tell` has left such a word, as so many warps ask."""
-    return gl.max(word_smem.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) != 0
+def is_strange(word_smem):
+    """Whether `tell` has left such a word, as a warpgroup asks."""
+    return gl.max(word_smem.load(unread.one_layout()), 0) != 0

@@ -249,7 +249,7 @@ def gather(
         ds = score_gradient(p, left, dp, delta, variant)
         if shape.PACKED:
             if masked:
-                if is_strange(smem.words.index(do_stage), WARPS):
+                if is_strange(smem.words.index(do_stage)):
                     ds = of_weights(ds, p)
         elif shape.CLEAN:
             if masked:

@@ -283,11 +283,10 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
             if shape.CLEAN:
                 if masked:
                     ds = of_weights(ds, p)
-            if shape.CLEAN and WHAT == "q":
-                if masked:
-                    # Every warpgroup has its scores of these keys.
-                    cta_barrier()
-                    unread.clean(other_smem, shape.WARPS)
+                    if WHAT == "q":
+                        # Every warpgroup has its scores of these keys.
+                        cta_barrier()
+                        unread.clean(other_smem, shape.WARPS)
             ds = product_gradient(ds, chain, who, rows, keys, masked, variant, extra, shape)
             operand = gl.convert_layout(ds.to(dtype), OPERAND, assert_trivial=True)
         # After the last tile these are scores for nobody, of the same tile once more.

@@ -98,9 +98,8 @@ def shape(call: CacheCall) -> Shape:
         attention.packed, *dims, *blocks, tile.block_m, tile.block_n, call.problem.page_size or 0,
         box(call.problem, tile),
     )  # fmt: skip
-    return Shape._make(
-        (*map(gl.constexpr, sizes), call.mode, *map(gl.constexpr, (tile.block_m // ROWS, _merges(call))))
-    )
+    consumers, itself = gl.constexpr(tile.block_m // ROWS), gl.constexpr(_merges(call))
+    return Shape._make((*map(gl.constexpr, sizes), call.mode, consumers, itself))
 
 
 def work(call: CacheCall) -> tuple[Any, ...]:

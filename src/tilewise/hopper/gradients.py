@@ -27,7 +27,7 @@ from .query_gradient import HALF, WARPS
 from .schedule import Bounds, Dealt, deal, deal_in_turn
 from .statistics import first_stat, round_kernel, row_kernel
 from .turns import Turns
-from .variants import Blanked, Listed, Members, by_length, by_plan, is_band, matrices
+from .variants import Blanked, Listed, by_length, by_plan, is_band, matrices, members_of
 
 # Up to this head dim dk and dv fit into registers together, and all gradients come from one kernel.
 _TOGETHER = 128
@@ -208,16 +208,6 @@ def _gradient_descriptor(x: torch.Tensor, columns: int, tape: Tape) -> TensorDes
     return launch.descriptor(matrices(x, x, tape), HALF.value, columns)
 
 
-def _members(call: Call, inputs: Inputs, of_rows: bool) -> Members:
-    """Whose tiles of rows, or of keys, a packed call lists."""
-    p, (left, right) = call.problem, call.sizes[3:]
-    offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-    if of_rows:
-        return Members(*offsets, None, inputs.seqused_k, longest, (left, right))
-    # Keys see rows as rows see keys.
-    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], (right, left))
-
-
 def _listed(
     call: Call, variant: Variant, inputs: Inputs, grads: Blanked, tile: TileConfig, tape: Tape, of_rows: bool = False
 ) -> Listed:
@@ -229,7 +219,7 @@ def _listed(
     else:
         tiles, length, others = Tiles(p.heads_kv, tile.block_n, tile.block_m), p.seqlen_k, p.seqlen_q
     if p.packed:
-        return by_length(call, _members(call, inputs, of_rows), grads, tiles, programs, tape)
+        return by_length(call, members_of(call, inputs, of_rows), grads, tiles, programs, tape)
     number = -(-length // tiles.block_m)
     if variant.plan is not None:
         l2, each = launch.near_keys(p) if of_rows else (_L2, _row_bytes(p))

@@ -37,7 +37,7 @@ from ..kernels.decode_plan import Work
 from ..kernels.score import LOG2E, Sequence
 from . import scores, unread
 from .decode import fetch, finished, leave, load, make_ring, packed_of, row_sums, seen_keys, sink_of, store
-from .pipeline import arrived, reinterpret, release, ring_of, specialize
+from .pipeline import arrived, make_barriers, reinterpret, release, ring_of, specialize
 from .products import scaled
 from .scores import each_row, score_layout, unit_of
 
@@ -92,8 +92,7 @@ def make_buffers(main_desc, rest_desc, shape):
     factors = gl.allocate_shared_memory(gl.float32, [TILES, SIZE], LINE)
     moved = gl.allocate_shared_memory(gl.int32, [TILES, 4], LINE)
     sums = gl.allocate_shared_memory(gl.float32, [TILES, SIZE], LINE)
-    met = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(met.index(0), count=2)
+    met = make_barriers(1, 2)
     fence_async_shared()
     return Buffers(q, rope, left, right, weights, scales, shifts, factors, moved, sums, met)
 

@@ -27,6 +27,13 @@ RECORD = tl.constexpr(8)
 _TILES, _MEMBERS, _HEADS, _ROWS, _COLUMNS = (tl.constexpr(n) for n in (16, 128, 16, 8, 256))
 
 
+def room(rows: int, members: int, heads: int, block_m: int) -> tuple[int, int, int]:
+    """Of the table for so many rows in all: the most records after the first, where the order begins, and its size."""
+    most = -(-rows // block_m) + members
+    order = (1 + most) * RECORD.value
+    return most, order, order + most * heads
+
+
 class Lengths(NamedTuple):
     """Where members begin and end, and how much of their q and k is in use, in device memory; rows of q in all; the
     longest member, as the call states it.
@@ -52,11 +59,12 @@ class Reach(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What there is of members that come before one: records, pairs, and tiles without a second; and pairs of all."""
+    """What there is of members that come before one: records, pairs, and tiles without a second; and of all members."""
 
     records: Any
     pairs: Any
     singles: Any
+    all_records: Any
     all_pairs: Any
 
 
@@ -150,7 +158,7 @@ def first_above(member, level, reach):
 def ahead_of(b, own, lengths, reach, heads):
     """What comes before member b: its records follow those of lower numbers, its pairs those of dearer members."""
     mine = pair_cost(own, reach)
-    records, pairs, singles, all_pairs = b * 0, b * 0, b * 0, b * 0
+    records, pairs, singles, all_records, all_pairs = b * 0, b * 0, b * 0, b * 0, b * 0
     for first in range(0, lengths.members, _MEMBERS):
         others = first + tl.arange(0, _MEMBERS)
         member = member_of(others, lengths, reach)
@@ -160,8 +168,9 @@ def ahead_of(b, own, lengths, reach, heads):
         records += tl.sum(tl.where(others < b, member.tiles, 0), 0)
         pairs += tl.sum(tl.where(earlier, tiles // 2, 0), 0)
         singles += tl.sum(tl.where(earlier, tiles & 1, 0), 0)
+        all_records += tl.sum(member.tiles, 0)
         all_pairs += tl.sum(tiles // 2, 0)
-    return Ahead(records, pairs, singles, all_pairs)
+    return Ahead(records, pairs, singles, all_records, all_pairs)
 
 
 @triton.jit
@@ -280,6 +289,8 @@ def list_kernel(
     if b < lengths.members:
         own = member_of(b, lengths, reach)
         ahead = ahead_of(b, own, lengths, reach, tile_heads)
+        if b == 0:
+            tl.store(table, ahead.all_records)
         for start in range(0, own.tiles, _TILES):
             m = start + tl.arange(0, _TILES)
             mine = m < own.tiles
@@ -295,10 +306,5 @@ def list_kernel(
         end = tl.load(lengths.cu_q + b + 1).to(tl.int32)
         end = tl.minimum(end, lengths.total_q)
         blank(blanks, own.q_start + tl.maximum(own.len_q, 0), end, _ROWS, lengths.total_q)
-    if b == 0:
-        count = tl.zeros([_MEMBERS], tl.int32)
-        for start in range(0, lengths.members, _MEMBERS):
-            count += member_of(start + tl.arange(0, _MEMBERS), lengths, reach).tiles
-        tl.store(table, tl.sum(count, 0))
     first = tl.load(lengths.cu_q + lengths.members).to(tl.int32) + b * _ROWS
     blank(blanks, first, lengths.total_q, tl.num_programs(0) * _ROWS, lengths.total_q)

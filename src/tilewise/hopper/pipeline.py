@@ -73,12 +73,16 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EACH: gl.cons
 @gluon.jit
 def ring_of(tiles, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of these tiles in shared memory."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    return Ring(tiles, full, empty, STAGES)
+    return Ring(tiles, make_barriers(STAGES), make_barriers(STAGES, CONSUMERS), STAGES)
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr = 1):
+    """Barriers [NUMBER, 1] whose phases end with so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit
@@ -102,10 +106,7 @@ def arrived(ring, i, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 def once_ready(ring):
     """The same ring, of a tile a stage, for consumers who wait until somebody says that what landed is `ready`."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    return Ring(ring.tiles, full, ring.empty, STAGES)
+    return Ring(ring.tiles, make_barriers(STAGES), ring.empty, STAGES)
 
 
 @gluon.jit
@@ -123,10 +124,7 @@ def release(ring, i):
 @gluon.jit
 def make_turns(CONSUMERS: gl.constexpr):
     """Barriers by which consumers issue matrix products in turn: one computes weights while another multiplies."""
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(consumer), count=1)
-    return turns
+    return make_barriers(CONSUMERS)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .pipeline import cta_barrier, reinterpret
+from .pipeline import cta_barrier, make_barriers, reinterpret
 from .scores import score_layout
 
 # Rows, and numbers of 32 bits in a row, that are taken together: few registers are free in the loop.
@@ -119,9 +119,7 @@ class Findings(NamedTuple):
 def make_findings(STAGES: gl.constexpr, N: gl.constexpr):
     """Findings about a ring of so many stages of tiles of N keys."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(done.index(stage), count=1)
+    done = make_barriers(STAGES)
     marks = gl.allocate_shared_memory(gl.int32, [STAGES, LOOKERS], LINE)
     return Findings(done, marks, gl.allocate_shared_memory(gl.int32, [STAGES, N], LINE))
 
@@ -172,10 +170,16 @@ def any_mark(marks_smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def not_finite(tile_smem, marks_smem):
+    """Whether a tile holds what is not finite, as those who look ask; they leave their marks."""
+    inspect(tile_smem, marks_smem)
+    return any_mark(marks_smem, LOOKERS)
+
+
+@gluon.jit
 def look_through(v_smem, findings, stage):
     """The looker's part: a tile of v without what is not finite, and word of where that was."""
-    inspect(v_smem, findings.marks.index(stage))
-    if any_mark(findings.marks.index(stage), LOOKERS):
+    if not_finite(v_smem, findings.marks.index(stage)):
         mark_keys(v_smem, findings.flags.index(stage), LOOKERS)
         clean(v_smem, LOOKERS)
 
@@ -213,8 +217,7 @@ def one_layout():
 def make_agreement(CONSUMERS: gl.constexpr, ROWS: gl.constexpr):
     """An agreement of so many consumers on tiles of so many rows."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier.index(0), count=CONSUMERS)
+    barrier = make_barriers(1, CONSUMERS)
     turns = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], LINE)
     for consumer in gl.static_range(CONSUMERS):
         turns.index(consumer).store(gl.zeros([1], gl.int32, one_layout()))

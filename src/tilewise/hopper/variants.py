@@ -145,6 +145,16 @@ class Members(NamedTuple):
     bounds: tuple[int | None, int | None]
 
 
+def members_of(call: Call, inputs: Inputs, of_rows: bool = True) -> Members:
+    """Whose tiles of rows, or of keys, a packed call lists."""
+    p, (left, right) = call.problem, call.sizes[3:]
+    offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
+    if of_rows:
+        return Members(*offsets, None, inputs.seqused_k, longest, (left, right))
+    # Keys see rows as rows see keys.
+    return Members(*offsets[::-1], inputs.seqused_k, None, longest[::-1], (right, left))
+
+
 class Blanked(NamedTuple):
     """Results whose rows that belong to no member become 0, and perhaps an LSE, which becomes -inf."""
 
@@ -163,9 +173,8 @@ def by_length(
 ) -> Listed:
     """Tiles of a packed call in an order of `packed`, listed on the device."""
     p, total, device = call.problem, len(blanked.out), blanked.out.device
-    most = -(-total // tiles.block_m) + p.batch
-    order = (most + 1) * packed.RECORD.value
-    table = tape.empty((order + most * tiles.heads,), torch.int32, device)
+    most, order, size = packed.room(total, p.batch, tiles.heads, tiles.block_m)
+    table = tape.empty((size,), torch.int32, device)
     paired = paired and total * tiles.heads >= _FEW_ROUNDS * programs * tiles.block_m
     arguments = (
         *members[:4], p.batch, total, *members.longest,
@@ -184,12 +193,9 @@ def _listed(
     p, (out, lse) = call.problem, results
     programs = processors(p.device)
     if p.packed:
-        offsets, longest = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (p.seqlen_q, p.seqlen_k)
-        left, right = call.sizes[3:]
-        members = Members(*offsets, None, inputs.seqused_k, longest, (left, right))
         # With short steps and a causal mask pairs took 7 % longer (docs/tuning.md).
-        paired = max(p.head_dim, p.head_dim_v) > 64 or right is None
-        return by_length(call, members, Blanked(out, lse=lse), tiles, programs, tape, paired)
+        paired = max(p.head_dim, p.head_dim_v) > 64 or call.sizes[4] is None
+        return by_length(call, members_of(call, inputs), Blanked(out, lse=lse), tiles, programs, tape, paired)
     if plan is not None:
         sizes = (p.batch, tiles.heads, -(-p.seqlen_q // tiles.block_m))
         l2, each = launch.near_keys(p)
