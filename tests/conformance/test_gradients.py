@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise
 from targets import Target
 from tilewise.arguments import prepare
 from tilewise.problem import DIFFERENTIABLE
@@ -55,6 +56,26 @@ def test_of_plain_calls(target: Target, needs: tuple[str, ...], kind: str) -> No
     verify(
         target, dense(Shape(2, 33, 33, 4, 4), target.dtype, Draw(target.device), causal=True), kind=kind, needs=needs
     )
+
+
+def root(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Its derivative is infinite at 0."""
+    return torch.sqrt(torch.abs(score))
+
+
+def root_backward(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return torch.where(score < 0, -0.5, 0.5) * grad / torch.sqrt(torch.abs(score))
+
+
+ROOT = tilewise.ScoreMod(root, root_backward)
+
+
+@pytest.mark.parametrize("head_dim", [16, pytest.param(200, marks=pytest.mark.large)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_derivative_that_is_infinite_at_zero(target: Target, options: dict[str, Any], head_dim: int) -> None:
+    """Zeros are what lies past the last row and the last key in a tile."""
+    shape = Shape(1, 50, 70, head_dim=head_dim, head_dim_v=head_dim)
+    verify(target, dense(shape, target.dtype, Draw(target.device), score_mod=ROOT, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4750, 60)}], ids=str)

@@ -1,7 +1,7 @@
-"""Tiles of the backward pass on their way to the products: one warp loads them, in packed calls two look through them.
+"""Tiles of the backward pass on their way to the products: one warp loads them, two look through those that may hold
+what nobody may multiply.
 
-What no row sees may be NaN, and so may be what lies behind a member's last row. Of dense calls consumers see to that
-themselves, for K and V come just when they are needed (docs/tuning.md).
+A key that some row does not see may be NaN, and so may be what lies behind a member's last row in packed calls.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from . import unread
-from .key_tiles import before, is_masked, met, place_of, row_tile
-from .pipeline import arrived, produce, ready, release, tma_load
+from .key_tiles import before, met, place_of, row_tile
+from .pipeline import arrived, produce, ready, tma_load
 from .statistics import first_stat
 from .unread import LOOKERS
 from .work import dealt, line_of, rounds_of
@@ -81,60 +81,43 @@ def load_beside(desc, ring, lines, coord, stat, i):
 
 @gluon.jit
 def tidy(landed, smem, marks_smem, turns, band, work, variant, shape):
-    """What consumers of packed calls need not look for: K without what is not finite, q and do without rows that are
-    not the member's, and a word on whether dS may be NaN where nothing is visible.
+    """What consumers need not look for: K without what is not finite, and in packed calls no rows that are not the
+    member's: q, do and delta are 0 there, and the lse is +inf.
 
-    It takes tiles as they land. `smem` are the rings of consumers, who get K, q and do when they are ready. V is theirs
-    at once, for they wait for it, and is released here as by a consumer: of the first rows it is not known whether it
-    is finite. So no barrier is more than one phase from what is waited for. 0 will do in place of NaN, for rows that
-    see it have an lse that is none, and so gradients that are none.
+    It takes tiles as they land. `smem` are the rings of consumers, who get them when they are ready. 0 will do in place
+    of NaN, for rows that see it have an lse that is none, and so gradients that are none.
     """
     i = 0
     t = dealt(work, 0, shape)
     for n in range(rounds_of(work, shape)):
         upcoming = dealt(work, n + 1, shape)
         if t >= 0:
-            seq, _, span = met(t, band, work, variant, shape, turns)
-            head, m = before(span)
             k_smem = arrived(landed.k, n, shape.BLOCK_N, shape.BLOCK_D)
             if unread.not_finite(k_smem, marks_smem):
                 unread.clean(k_smem, LOOKERS)
             ready(smem.k, n)
-            strange = 1
-            for j in range(gl.maximum(span.count, 1)):
-                if j < span.count:
-                    head, m = row_tile(j, head, m, span, variant)
-                    left = seq.len_q - m * shape.BLOCK_M
-                    unread.cut(arrived(landed.q, i, shape.BLOCK_M, shape.BLOCK_D), left, LOOKERS)
-                    ready(smem.q, i)
-                    unread.cut(arrived(landed.do, i, shape.BLOCK_M, shape.BLOCK_DV), left, LOOKERS)
-                    if is_masked(j, m, span, variant):
-                        stage = i % landed.do.STAGES
-                        tell(smem.words.index(stage), strange, smem.delta.index(stage), shape)
-                    ready(smem.do, i)
-                    i += 1
-                if j == 0:
-                    v_smem = arrived(landed.v, n, shape.BLOCK_N, shape.BLOCK_DV)
-                    strange = unread.not_finite(v_smem, marks_smem).to(gl.int32)
-                    release(landed.v, n)
+            if shape.PACKED:
+                i = cut_rows(i, t, landed, smem, turns, band, work, variant, shape)
         t = upcoming
 
 
-@gluon.constexpr_function
-def line_layout(n):
-    """Registers of a line of n numbers of those who look."""
-    return gl.BlockedLayout([max(1, n // (32 * LOOKERS.value))], [32], [LOOKERS.value], [0])
-
-
 @gluon.jit
-def tell(word_smem, strange, delta_smem, shape):
-    """Leave a word that is not 0 if `strange` is not, or some row's delta is not finite."""
-    delta = delta_smem.load(line_layout(shape.BLOCK_M)).to(gl.int32, bitcast=True)
-    found = ((delta & 0x7F800000) == 0x7F800000).to(gl.int32)
-    word_smem.store(gl.full([1], gl.max(found, 0) | strange, gl.int32, line_layout(1)))
-
-
-@gluon.jit
-def is_strange(word_smem):
-    """Whether `tell` has left such a word, as a warpgroup asks."""
-    return gl.max(word_smem.load(unread.one_layout()), 0) != 0
+def cut_rows(i, t, landed, smem, turns, band, work, variant, shape):
+    """Rows that pass by the tile number t, from use i of their rings on, without those that are not the member's; the
+    use after them.
+    """
+    seq, _, span = met(t, band, work, variant, shape, turns)
+    head, m = before(span)
+    for j in range(span.count):
+        head, m = row_tile(j, head, m, span, variant)
+        left = seq.len_q - m * shape.BLOCK_M
+        unread.cut(arrived(landed.q, i, shape.BLOCK_M, shape.BLOCK_D), left, LOOKERS)
+        ready(smem.q, i)
+        do_smem = arrived(landed.do, i, shape.BLOCK_M, shape.BLOCK_DV)
+        stage = i % landed.do.STAGES
+        unread.end_line(smem.lse.index(stage), left, float("inf"))
+        unread.end_line(smem.delta.index(stage), left, 0.0)
+        unread.cut(do_smem, left, LOOKERS)
+        ready(smem.do, i)
+        i += 1
+    return i

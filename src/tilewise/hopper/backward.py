@@ -1,9 +1,9 @@
 """Backward on Hopper: dk, dv and dq in one pass over the score tiles, recomputed from q, k and lse.
 
 Algorithm 2 of FlashAttention-2 (Dao, 2023) on FlashAttention-3's terms (Shah et al., 2024, Section 3.1): one warp loads
-(TMA), two warpgroups compute, each 64 keys of the tile, one warp adds dq to memory; of packed calls two more look
-through what is loaded (`arrivals`). Scores are transposed, so that Pᵀ and dSᵀ are operands from registers in the
-products for dv and dk; the one for dq takes dSᵀ from shared memory.
+(TMA), two warpgroups compute, each 64 keys of the tile, one warp adds dq to memory; where some row does not see some
+key, two more look through what is loaded (`arrivals`). Scores are transposed, so that Pᵀ and dSᵀ are operands from
+registers in the products for dv and dk; the one for dq takes dSᵀ from shared memory.
 
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    dSᵀ = Pᵀ (dPᵀ - delta)    dV += Pᵀ dO    dK += dSᵀ Q    dQ = dS K
 
@@ -40,8 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..kernels.score import Sequence
-from . import scores, unread
-from .arrivals import is_strange, load, tidy
+from . import scores
+from .arrivals import load, tidy
 from .epilogue import halves
 from .key_tiles import before, is_masked, keys_of, met, row_tile
 from .pipeline import (
@@ -68,6 +68,7 @@ from .recompute import (
     tile_layout,
     unpacked,
     weights,
+    weights_and_rest,
     without_dropped,
 )
 from .unread import LOOKERS
@@ -104,8 +105,7 @@ class Io(NamedTuple):
 
 class Buffers(NamedTuple):
     """Shared memory: rings of q, of do and both statistics, of k, v, and of halves of dq on their way to memory; dSᵀ
-    of two tiles; the barriers by which warpgroups alternate; in packed calls, for each stage of do, a word on whether
-    dS may be NaN; with dropout, its bits for each warpgroup.
+    of two tiles; the barriers by which warpgroups alternate; with dropout, its bits for each warpgroup.
     """
 
     q: Any
@@ -117,7 +117,6 @@ class Buffers(NamedTuple):
     ds: Any
     dq: Any
     alternation: Any
-    words: Any
     bits: Any
 
 
@@ -194,8 +193,7 @@ def gather(
     TO_DK: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KEYS, k_width=2)
     dtype: gl.constexpr = io.q_desc.dtype
     # The lse is asked for before its products are there, where there are registers for it (docs/tuning.md).
-    PLAIN: gl.constexpr = variant.fold is not None and variant.fold and variant.seed is None
-    EARLY: gl.constexpr = shape.BLOCK_D > HALF or (shape.CLEAN and PLAIN and not shape.PACKED)
+    EARLY: gl.constexpr = shape.BLOCK_D > HALF
     no_scores = gl.zeros([HALF, shape.BLOCK_M], gl.float32, SCORES)
     no_dq = gl.zeros([HALF, HALF], gl.float32, tile_layout(WARPS, HALF))
     dk = gl.zeros([HALF, shape.BLOCK_D], gl.float32, KEYS)
@@ -236,24 +234,20 @@ def gather(
         if not EARLY:
             lse = smem.lse.index(do_stage).load(ROW)
         s, chain = exponents(s, lse[None, :], own, rows, keys, m0, io, variant, extra, shape, False)
-        p = weights(s, own, rows, keys, m0, masked, band, variant, extra, shape, False)
-        p32 = packed(p, dtype)
         delta = smem.delta.index(do_stage).load(ROW)[None, :]
-        left = p
         if variant.seed is None:
-            dp = dp - delta
+            p, dp = weights_and_rest(s, dp - delta, own, rows, keys, m0, masked, band, variant, extra, shape)
+            p32 = packed(p, dtype)
+            ds = score_gradient(p, p, dp, delta, variant)
         else:
+            p32 = packed(weights(s, own, rows, keys, m0, masked, band, variant, extra, shape, False), dtype)
             left32 = kept(p32, variant, key, own, m0, n0, heads, smem, shape, W)
             p, left = unpacked(p32, SCORES, dtype), unpacked(left32, SCORES, dtype)
             p32 = left32
-        ds = score_gradient(p, left, dp, delta, variant)
-        if shape.PACKED:
-            if masked:
-                if is_strange(smem.words.index(do_stage)):
+            ds = score_gradient(p, left, dp, delta, variant)
+            if shape.CLEAN:
+                if masked:
                     ds = of_weights(ds, p)
-        elif shape.CLEAN:
-            if masked:
-                ds = of_weights(ds, p)
         ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
         own_ds(smem.ds, i, shape, W).store(ds16)
@@ -339,10 +333,8 @@ def compute(io, smem, band, work, variant, extra, shape, W: gl.constexpr):
         if t >= 0:
             seq, n0, span = met(t, band, work, variant, shape, io.turns)
             follows = seen_by_rows(upcoming, band, work, variant, shape, io.turns)
-            k_smem = arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
+            arrived(smem.k, n, shape.BLOCK_N, shape.BLOCK_D)
             arrived(smem.v, n, shape.BLOCK_N, shape.BLOCK_DV)
-            if shape.CLEAN and not shape.PACKED:
-                unread.clean(k_smem, WARPS, HALF * W, HALF)
             dk, dv, i, phase, state = gather(
                 i, n, phase, follows, state, seq, n0 + HALF * W, span, io, smem, band, work, variant, extra, shape, W
             )  # fmt: skip
@@ -425,8 +417,7 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     """Buffers and barriers, and who does what with them."""
     dtype: gl.constexpr = io.q_desc.dtype
     LINE: gl.constexpr = io.lse_desc.layout
-    # Of packed calls V is released by who looks through it, too.
-    k, v = make_ring(io.k_desc, 2, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS + shape.PACKED)
+    k, v = make_ring(io.k_desc, 2, CONSUMERS), make_ring(io.v_desc, 1, CONSUMERS)
     q, do = make_ring(io.q_desc, Q_STAGES, CONSUMERS), make_ring(io.do_desc, DO_STAGES, CONSUMERS)
     lse = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
     delta = gl.allocate_shared_memory(gl.float32, [DO_STAGES, shape.BLOCK_M], LINE)
@@ -437,16 +428,15 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
     bits = q.full
     if variant.seed is not None:
         bits = make_bits(shape, CONSUMERS)
-    words, marks = bits, bits
-    if shape.PACKED:
-        FLAGS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        words = gl.allocate_shared_memory(gl.int32, [DO_STAGES, 1], FLAGS)
-        marks = gl.allocate_shared_memory(gl.int32, [LOOKERS], FLAGS)
+    marks = bits
     # As tiles land, and as consumers get them.
-    landed = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, words, bits)
+    landed = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, bits)
+    if shape.CLEAN:
+        marks = gl.allocate_shared_memory(gl.int32, [LOOKERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        k = once_ready(k)
     if shape.PACKED:
-        q, do, k = once_ready(q), once_ready(do), once_ready(k)
-    smem = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, words, bits)
+        q, do = once_ready(q), once_ready(do)
+    smem = Buffers(q, do, lse, delta, k, v, ds, dq, alternation, bits)
     fence_async_shared()
     specialize(
         [
@@ -456,7 +446,7 @@ def roles(io, band, work, variant, extra, shape, Q_STAGES: gl.constexpr, DO_STAG
             (add_dq, (io, smem, band, work, variant, shape)),
             (tidy, (landed, smem, marks, io.turns, band, work, variant, shape)),
         ],
-        [4, 1, 1, LOOKERS * shape.PACKED],
+        [4, 1, 1, LOOKERS * shape.CLEAN],
         [240, 24, 24, 24],
     )
 

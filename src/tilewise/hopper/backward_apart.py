@@ -181,10 +181,22 @@ def scores_of(smem, i, at, tile, zero, shape, WHAT: gl.constexpr):
 
 
 @gluon.jit
-def begin_of(smem, i, delta, SCORES: gl.constexpr, WHAT: gl.constexpr):
-    """Delta, as it broadcasts to the scores with the tile that is use i; of own rows it is `delta`."""
+def of_member(line_smem, at, tile, value: gl.constexpr, SCORES: gl.constexpr, shape):
+    """A statistic of the tile of rows number `at`, as it broadcasts to its scores; `value` for rows of a packed call
+    that are not the member's.
+    """
+    line = line_smem.load(gl.SliceLayout(0, SCORES))
+    if shape.PACKED:
+        rows = at * shape.BLOCK_M + gl.arange(0, shape.BLOCK_M, gl.SliceLayout(0, SCORES))
+        line = gl.where(rows < tile.seq.len_q, line, value)
+    return line[None, :]
+
+
+@gluon.jit
+def begin_of(smem, i, at, delta, tile, SCORES: gl.constexpr, shape, WHAT: gl.constexpr):
+    """Delta, as it broadcasts to the scores with the tile number `at`, use i; of own rows it is `delta`."""
     if WHAT == "k":
-        begin = smem.delta.index(i % smem.other_2.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
+        begin = of_member(smem.delta.index(i % smem.other_2.STAGES), at, tile, 0.0, SCORES, shape)
     else:
         begin = delta[:, None]
     return begin
@@ -258,7 +270,7 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
             unread.cut(other_2_smem, seq.len_q - at * PASSING, shape.WARPS)
         dp, begin = zero, delta
         if WHAT != "v":
-            begin = begin_of(smem, i, delta, SCORES, WHAT)
+            begin = begin_of(smem, i, at, delta, tile, SCORES, shape, WHAT)
             own_2_smem = smem.own_2.tiles.index(0).reshape([OWN, shape.BLOCK_DV])
             if variant.seed is None:
                 dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero - begin, is_async=True)
@@ -266,7 +278,7 @@ def gather(i, tile, io, smem, band, dealing, variant, extra, shape, WHAT: gl.con
                 dp = warpgroup_mma(own_2_smem, other_2_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
         limit = lse2[:, None]
         if WHAT != "q":
-            limit = smem.lse.index(i % smem.other.STAGES).load(gl.SliceLayout(0, SCORES))[None, :]
+            limit = of_member(smem.lse.index(i % smem.other.STAGES), at, tile, float("inf"), SCORES, shape)
         s, chain = exponents(s, limit, who, rows, keys, at * PASSING, io, variant, extra, shape, WHAT == "q")
         p = weights(
             s, who, rows, keys, at * PASSING, masked, band, variant, extra, shape, WHAT == "q"

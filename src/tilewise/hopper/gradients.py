@@ -277,7 +277,8 @@ def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: Tile
     if _apart(problem):
         blocks, warps = (launch.block(dims[0]), launch.block(dims[1])), _WARPS
     sizes = (tile.block_m, tile.block_n, *blocks, *dims, warps)
-    tested = any(x is not None for x in (variant.plan, variant.predicate, *band))
+    # (A modification's derivative need not be finite where nothing is.)
+    tested = any(x is not None for x in (variant.plan, variant.predicate, variant.mod, *band))
     other = (variant.mod, variant.cap, variant.bias)
     straight = (
         variant.slopes is not None and not any(x is not None for x in other) and band[1] is not None and band[1] <= 0

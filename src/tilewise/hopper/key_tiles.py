@@ -91,7 +91,11 @@ def span_of(seq, n0, band, work, variant, shape, t=0, turns=None):
         lo = first // shape.BLOCK_M
         hi = gl.where(last > first, gl.cdiv(last, shape.BLOCK_M), lo)
         full_lo = gl.minimum(gl.cdiv(full_first, shape.BLOCK_M), hi)
-        full_hi = gl.minimum(gl.maximum(gl.maximum(full_last, 0) // shape.BLOCK_M, full_lo), hi)
+        full_end = full_last // shape.BLOCK_M
+        if variant.mod is None:
+            # Rows past the last one have an lse of +inf, and nothing else about them that is not finite.
+            full_end = gl.where(full_last == seq.len_q, gl.cdiv(full_last, shape.BLOCK_M), full_end)
+        full_hi = gl.minimum(gl.maximum(gl.maximum(full_end, 0), full_lo), hi)
         full_hi = gl.where(n0 + shape.BLOCK_N > seq.len_k, full_lo, full_hi)
         if variant.predicate is not None:
             full_hi = full_lo

@@ -56,13 +56,36 @@ def straight(s, lse2, own, rows, keys, first, qk_scale, variant, OF_ROWS: gl.con
 def weights(exponents, own, rows, keys, first, masked, band, variant, extra, shape, OF_ROWS: gl.constexpr):
     """P of scores less the lse: 0 for what a row does not see, whatever its lse."""
     if masked:
-        if OF_ROWS or variant.predicate is not None or variant.bounds is not None:
-            # This keeps it a branch: the compiler would rather compute and select in every tile.
-            seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
-        else:
-            seen = seeing(own, rows, keys, first, band, shape)
+        seen = which(own, rows, keys, first, band, variant, extra, shape, OF_ROWS)
         exponents = gl.where(seen, exponents, float("-inf"))
     return gl.exp2(exponents)
+
+
+@gluon.jit
+def weights_and_rest(exponents, dp, own, rows, keys, first, masked, band, variant, extra, shape):
+    """`weights` of keys, and what dS is a multiple of, `dp`: 0 as well for what a row does not see, which may be NaN.
+
+    Chosen at once, for P is not kept until dS is known.
+    """
+    if masked:
+        seen = which(own, rows, keys, first, band, variant, extra, shape, False)
+        exponents = gl.where(seen, exponents, float("-inf"))
+        if shape.CLEAN:
+            dp = gl.where(seen, dp, 0.0)
+            if first + shape.BLOCK_M > own.len_q:
+                dp = gl.where(rows < scores.opaque(own.len_q), dp, 0.0)
+    return gl.exp2(exponents), dp
+
+
+@gluon.jit
+def which(own, rows, keys, first, band, variant, extra, shape, OF_ROWS: gl.constexpr):
+    """Which of `rows` see which of `keys`."""
+    if OF_ROWS or variant.predicate is not None or variant.bounds is not None or variant.mod is not None:
+        # This keeps it a branch: the compiler would rather compute and select in every tile.
+        seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
+    else:
+        seen = seeing(own, rows, keys, first, band, shape)
+    return seen
 
 
 @gluon.jit
@@ -70,7 +93,7 @@ def seeing(own, rows, keys, first, band, shape):
     """Which of `rows`, from `first` on, see each of `keys`, by a band alone.
 
     They are an interval: a bound or two for each key of a thread, beside a constant for each register. Past the last
-    row of a dense call every lse is +inf.
+    row every lse is +inf.
     """
     lane, register = scores.split_columns(rows - first)
     near = first + own.off
@@ -78,10 +101,8 @@ def seeing(own, rows, keys, first, band, shape):
     if band.right is not None:
         begin = gl.maximum(begin, keys - (near + band.right))
     seen = register >= scores.opaque(begin) - lane
-    if band.left is not None or shape.PACKED:
-        end = keys * 0 + (own.len_q - first)
-        if band.left is not None:
-            end = gl.minimum(end, keys - (near - band.left - 1))
+    if band.left is not None:
+        end = keys - (near - band.left - 1)
         seen = seen & (register < scores.opaque(end) - lane)
     return seen
 

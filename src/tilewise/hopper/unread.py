@@ -97,6 +97,21 @@ def cut(tile_smem, rows, WARPS: gl.constexpr):
         cta_barrier()
 
 
+@gluon.constexpr_function
+def line_layout(n):
+    """Registers of a line of n numbers of those who look."""
+    return gl.BlockedLayout([max(1, n // (32 * LOOKERS.value))], [32], [LOOKERS.value], [0])
+
+
+@gluon.jit
+def end_line(line_smem, rows, value: gl.constexpr):
+    """Give a line of numbers of rows this value from `rows` on, if there are any; others see it after a barrier."""
+    ROWS: gl.constexpr = line_smem.shape[0]
+    if rows < ROWS:
+        inside = gl.arange(0, ROWS, line_layout(ROWS)) < rows
+        line_smem.store(gl.where(inside, line_smem.load(line_layout(ROWS)), value))
+
+
 @gluon.jit
 def flagged(flags_smem, N: gl.constexpr):
     """Which keys have what is not finite, bool [N], as the columns of scores."""
