@@ -169,6 +169,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "forward", "hopper", "16bit", 256): TileConfig(128, 64, 8, 2),  # 479/469, 389
     ("triton", "forward", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
     ("triton", "dq", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 168),
+    ("triton", "dq softcap", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 160),
     ("triton", "dq", "hopper", "16bit", 128): TileConfig(128, 64, 8, 3),  # 638/623, 522
     ("triton", "dq", "hopper", "16bit", 256): TileConfig(128, 32, 8, 2),  # 420/435, 375
     ("triton", "dq", "hopper", "16bit", 512): TileConfig(32, 32, 8, 1),
@@ -176,7 +177,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("triton", "dkv", "hopper", "16bit", 128): TileConfig(64, 128, 8, 3),  # 484/608, 491
     ("triton", "dkv dropout", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),
     ("triton", "dkv dropout", "hopper", "16bit", 128): TileConfig(64, 64, 4, 2),
-    ("triton", "dkv softcap", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3),
+    ("triton", "dkv softcap", "hopper", "16bit", 64): TileConfig(64, 64, 4, 3, 224),
     ("triton", "dkv softcap", "hopper", "16bit", 128): TileConfig(32, 64, 4, 3),
     ("triton", "dk", "hopper", "16bit", 256): TileConfig(32, 128, 8, 2),  # 402/443, 363
     ("triton", "dv", "hopper", "16bit", 256): TileConfig(64, 128, 8, 2),  # 524/495, 401

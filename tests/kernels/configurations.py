@@ -15,6 +15,7 @@ from tilewise.arguments import prepare
 KERNELS = {
     "forward": "forward_kernel",
     "dq": "dq_kernel",
+    "dq softcap": "dq_kernel",
     "dkv": "dkv_kernel",
     "dkv dropout": "dkv_kernel",
     "dkv softcap": "dkv_kernel",
