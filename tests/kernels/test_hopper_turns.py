@@ -95,7 +95,7 @@ class Case:
         """Of a tile's number, the counters that it comes by, in order, and its turn at each."""
         block_m, block_n = TILE[self.head_dim]
         shape: Any = Shape(block_m, block_n, 0, 0, 0, 0, 4, False, False, False, False)
-        variant: Any = SimpleNamespace(plan=None, predicate=None)
+        variant: Any = SimpleNamespace(plan=None, predicate=None, mod=None)
         band = Band(self.off, self.left, self.right, self.len_q, self.len_k)
         work = Work(None, None, -(-self.len_k // block_n), self.pairs, self.group)
         given: Any = turns.Turns(Memory(made.waves.flatten().tolist()), None)
