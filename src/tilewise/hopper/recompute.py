@@ -84,12 +84,12 @@ def which(own, rows, keys, first, band, variant, extra, shape, OF_ROWS: gl.const
         # This keeps it a branch: the compiler would rather compute and select in every tile.
         seen = score.visible(variant, extra, own, rows, scores.opaque(keys), band.left, band.right)
     else:
-        seen = seeing(own, rows, keys, first, band, shape)
+        seen = seeing(own, rows, keys, first, band)
     return seen
 
 
 @gluon.jit
-def seeing(own, rows, keys, first, band, shape):
+def seeing(own, rows, keys, first, band):
     """Which of `rows`, from `first` on, see each of `keys`, by a band alone.
 
     They are an interval: a bound or two for each key of a thread, beside a constant for each register. Past the last

@@ -65,19 +65,18 @@ def mark_keys(tile_smem, flags_smem, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def clean(tile_smem, WARPS: gl.constexpr, FIRST: gl.constexpr = 0, ROWS: gl.constexpr = 0):
-    """Make 0 what is not finite, of all rows or of ROWS from FIRST on, at once if they are given. In the backward pass
-    that is all: rows that see it have an lse that is none, and so gradients that are none.
+def clean(tile_smem, WARPS: gl.constexpr):
+    """Make 0 what is not finite. In the backward pass that is all: rows that see it have an lse that is none, and so
+    gradients that are none.
     """
-    LAST: gl.constexpr = FIRST + ROWS if ROWS else tile_smem.shape[0]
-    HEIGHT: gl.constexpr = ROWS if ROWS else _PIECE
+    ROWS: gl.constexpr = tile_smem.shape[0]
     PARTS: gl.constexpr = tile_smem.shape[1] // 2 // _PIECE
-    for row in gl.static_range(FIRST, LAST, HEIGHT):
+    for row in gl.static_range(0, ROWS, _PIECE):
         for part in gl.static_range(PARTS):
-            words = piece(tile_smem, row, part, HEIGHT).load(word_layout(WARPS))
+            words = piece(tile_smem, row, part).load(word_layout(WARPS))
             # Bits 0 and 16, each spread over its half.
             halves = ((strange_signs(words, tile_smem.dtype) >> 15) & 0x00010001) * 0xFFFF
-            piece(tile_smem, row, part, HEIGHT).store(words & ~halves)
+            piece(tile_smem, row, part).store(words & ~halves)
     fence_async_shared()
     cta_barrier()
 
