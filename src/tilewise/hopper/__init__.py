@@ -63,12 +63,11 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 
 def drawback(problem: Problem, pass_: str = "forward") -> str | None:
     """Why a backend that comes later serves a pass better, or None."""
-    capped = problem.options.softcap is not None and problem.dtype == torch.bfloat16
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    if pass_ == "forward" or not narrow or not (capped or problem.has_dropout):
+    if pass_ == "forward" or not (narrow and problem.has_dropout):
         return None
-    # Here is no room for tanh or Philox beside all gradients.
-    return "Triton's backward pass with dropout, or softcap in bfloat16, is faster up to head dim 64"
+    # Here is no room for Philox beside all gradients.
+    return "Triton's backward pass with dropout is faster up to head dim 64"
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:

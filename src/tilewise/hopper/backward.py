@@ -59,6 +59,7 @@ from .pipeline import (
 from .products import as_operand, numbers_of, packed
 from .query_gradient import HALF, STAGES, WARPS, add_dq, announce, put
 from .recompute import (
+    capped,
     draw,
     exponents,
     make_bits,
@@ -233,22 +234,26 @@ def gather(
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
         if not EARLY:
             lse = smem.lse.index(do_stage).load(ROW)
-        s, chain = exponents(s, lse[None, :], own, rows, keys, m0, io, variant, extra, shape, False)
         delta = smem.delta.index(do_stage).load(ROW)[None, :]
-        if variant.seed is None:
-            p, dp = weights_and_rest(s, dp - delta, own, rows, keys, m0, masked, band, variant, extra, shape)
+        if variant.capped and variant.seed is None and (variant.rough or not variant.fine):
+            p, ds = capped(s, dp, lse[None, :], delta, own, rows, keys, m0, masked, band, variant, extra, shape)
             p32 = packed(p, dtype)
-            ds = score_gradient(p, p, dp, delta, variant)
         else:
-            p32 = packed(weights(s, own, rows, keys, m0, masked, band, variant, extra, shape, False), dtype)
-            left32 = kept(p32, variant, key, own, m0, n0, heads, smem, shape, W)
-            p, left = unpacked(p32, SCORES, dtype), unpacked(left32, SCORES, dtype)
-            p32 = left32
-            ds = score_gradient(p, left, dp, delta, variant)
-            if shape.CLEAN:
-                if masked:
-                    ds = of_weights(ds, p)
-        ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
+            s, chain = exponents(s, lse[None, :], own, rows, keys, m0, io, variant, extra, shape, False)
+            if variant.seed is None:
+                p, dp = weights_and_rest(s, dp - delta, own, rows, keys, m0, masked, band, variant, extra, shape)
+                p32 = packed(p, dtype)
+                ds = score_gradient(p, p, dp, delta, variant)
+            else:
+                p32 = packed(weights(s, own, rows, keys, m0, masked, band, variant, extra, shape, False), dtype)
+                left32 = kept(p32, variant, key, own, m0, n0, heads, smem, shape, W)
+                p, left = unpacked(p32, SCORES, dtype), unpacked(left32, SCORES, dtype)
+                p32 = left32
+                ds = score_gradient(p, left, dp, delta, variant)
+                if shape.CLEAN:
+                    if masked:
+                        ds = of_weights(ds, p)
+            ds = product_gradient(ds, chain, own, rows, keys, masked, variant, extra, shape)
         ds16 = ds.to(dtype)
         own_ds(smem.ds, i, shape, W).store(ds16)
         my_turn(smem.alternation, phase, W)

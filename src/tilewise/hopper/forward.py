@@ -178,8 +178,13 @@ def modified(s, less, seq, tile, rows, j, slope, band, variant, extra, shape, EX
 
 @gluon.jit
 def hidden(s, seq, tile, rows, j, band, variant, extra, shape):
-    """Scores where keys that a row does not see are -inf."""
-    return gl.where(seen_keys(seq, tile, rows, j, band, variant, extra, shape), s, float("-inf"))
+    """Scores where keys that a row does not see are -inf, or what else `scores.weights` makes 0."""
+    seen = seen_keys(seq, tile, rows, j, band, variant, extra, shape)
+    if scores.by_polynomial(variant.bounded, variant.rough, shape.BLOCK_DV):
+        s = gl.where(seen, s, score.HIDDEN)
+    else:
+        s = gl.where(seen, s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -259,7 +264,7 @@ def step(
             poison = poisoned(v, i, seq, tile, rows, j, consumers, band, variant, extra, shape)
     if variant.fold:
         s = scores.exponents(s, scale, shift)
-    p = gl.exp2(s)
+    p = scores.weights(s, variant, shape)
     sums = scores.partial_sums(p)
     flags_smem = consumers.flags.index(W)
     if not variant.bounded:
@@ -330,7 +335,7 @@ def attend(q_smem, k, v, seq, tile, rows, i, io, consumers, band, work, variant,
     unit = unit_of(io.qk_scale, variant)
     scale, shift = each_row(rows, 0.0) + unit, less
     if variant.bounded:
-        p = gl.exp2(s)
+        p = scores.weights(s, variant, shape)
     else:
         scale, shift, safe, _ = scores.reference(s, scale, each_row(rows, float("-inf")), unit)
         p = gl.exp2(scores.exponents(s, scale, safe))

@@ -263,11 +263,13 @@ def _turns(call: Call, tape: Tape) -> Turns | None:
 
 
 def _variant(call: Call, tile: TileConfig, transposed: bool) -> tuple[Variant, tuple[Any, ...]]:
-    """The variant and what it reads. Here exponentials make a softcap's tanh faster than the GPU's own instruction for
-    it does: what is saved of instructions goes into spills (docs/tuning.md).
+    """The variant and what it reads. Where all gradients come from one kernel, and it has more to do than
+    `recompute.capped`, exponentials make a softcap's tanh faster than the GPU's own instruction for it does: what is
+    saved of instructions goes into spills (docs/tuning.md).
     """
     variant, extra = call.variant(tile, transposed=transposed)
-    return (variant if variant.rough is None else variant._replace(rough=gl.constexpr(False))), extra
+    more = not (_apart(call.problem) or (variant.capped.value and not call.problem.has_dropout))
+    return (variant._replace(rough=gl.constexpr(False)) if more and variant.rough is not None else variant), extra
 
 
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:

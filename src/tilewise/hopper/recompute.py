@@ -13,6 +13,16 @@ from ..kernels import philox, score
 from . import scores
 from .products import halves_of
 
+# P and dS of a product, dP, lse and delta, by 1 / cap and cap in base 2; tanh is that of `score.softcapped`.
+_CAPPED = """{ .reg .f32 t, e, d; mul.rn.f32 t, $2, $6; %s neg.f32 e, $4; fma.rn.f32 e, t, $7, e;
+    ex2.approx.ftz.f32 e, e; sub.rn.f32 d, $3, $5; mul.rn.f32 d, d, e; mov.f32 $0, e;
+    neg.f32 e, t; fma.rn.f32 t, e, t, 0f3F800000; mul.rn.f32 $1, d, t; }"""
+# 1 - 2 / (exp(2x) + 1), exp in base 2.
+_TANH = """mul.rn.f32 t, t, 0f4038AA3B; ex2.approx.ftz.f32 t, t; add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t;
+    fma.rn.f32 t, t, 0fC0000000, 0f3F800000;"""
+CAPPED = gl.constexpr(_CAPPED % _TANH)
+CAPPED_ROUGH = gl.constexpr(_CAPPED % "tanh.approx.f32 t, t;")
+
 
 @gluon.constexpr_function
 def tile_layout(warps, n):
@@ -75,6 +85,25 @@ def weights_and_rest(exponents, dp, own, rows, keys, first, masked, band, varian
             if first + shape.BLOCK_M > own.len_q:
                 dp = gl.where(rows < scores.opaque(own.len_q), dp, 0.0)
     return gl.exp2(exponents), dp
+
+
+@gluon.jit
+def capped(s, dp, lse2, delta, own, rows, keys, first, masked, band, variant, extra, shape):
+    """P and dS of keys where softcap is all that lies between product and score.
+
+    An element at a time: tanh, kept until dS is known, would be one tile of registers more.
+    """
+    INSTRUCTIONS: gl.constexpr = CAPPED_ROUGH if variant.rough else CAPPED
+    given = [s, dp, lse2, delta, variant.scale / variant.cap, variant.cap * score.LOG2E]
+    types: gl.constexpr = (gl.float32, gl.float32)
+    p, ds = gl.inline_asm_elementwise(INSTRUCTIONS, "=f,=f,f,f,f,f,f,f", given, dtype=types, is_pure=False, pack=1)
+    if masked:
+        seen = which(own, rows, keys, first, band, variant, extra, shape, False)
+        if shape.CLEAN:
+            if first + shape.BLOCK_M > own.len_q:
+                seen = seen & (rows < scores.opaque(own.len_q))
+        p, ds = gl.where(seen, p, 0.0), gl.where(seen, ds, 0.0)
+    return p, ds
 
 
 @gluon.jit

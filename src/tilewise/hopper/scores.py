@@ -106,6 +106,24 @@ def visible(variant, extra, seq, rows, n0, left, right, N: gl.constexpr):
     return seen
 
 
+@gluon.constexpr_function
+def by_polynomial(bounded, rough, width):
+    """Whether `score.bounded_weights` relieves the unit for special functions, which has tanh to compute as well: where
+    products are short beside it.
+    """
+    return bool(bounded and rough and width == 64 and score.PTX)
+
+
+@gluon.jit
+def weights(s, variant, shape):
+    """``2**s`` of scores less what their rows are measured by."""
+    if by_polynomial(variant.bounded, variant.rough, shape.BLOCK_DV):
+        p = score.bounded_weights(s, variant, False)
+    else:
+        p = gl.exp2(s)
+    return p
+
+
 @gluon.jit
 def dropped(variant, key, batch_head, rows, n0, N: gl.constexpr, PACKED: gl.constexpr):
     """Ones in the halves of packed weights that dropout makes 0, [M, N / 2]: a Philox call for sixteen of a thread.

@@ -61,12 +61,12 @@ def stack(problem: Problem) -> int:
 
 
 def tile_of(problem: Problem) -> TileConfig:
-    """That of short rows, but of a packed call without more the one that its longest member would have alone."""
+    """That of short rows; of calls that need few registers beside a plain one's, its tile, for the longest member."""
     options = problem.options
-    more = options.score_mod is not None or options.softcap is not None or not is_band(options.mask)
-    added = problem.has_alibi or problem.has_bias or problem.has_dropout
-    alone = problem.packed and not (more or added) and stack(problem) == 1
-    return launch.plain_tile(problem) if alone else launch.tile_of(problem)
+    some = options.softcap is not None or problem.has_alibi
+    many = options.score_mod is not None or not is_band(options.mask) or problem.has_bias or problem.has_dropout
+    few = not many and not (some and (problem.packed or problem.dtype != torch.bfloat16)) and stack(problem) == 1
+    return launch.plain_tile(problem) if few else launch.tile_of(problem)
 
 
 class Listed(NamedTuple):

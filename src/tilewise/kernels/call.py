@@ -130,7 +130,8 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
         fields |= {"cut": float(cut.number), "drops": tl.constexpr(cut.drops)}
     scaled = fields.keys().isdisjoint(("mod", "bias"))
     alone = scaled and "slopes" not in fields
-    fold = alone and options.softcap is None
+    capped = alone and options.softcap is not None
+    fold = alone and not capped
     bounded = alone and 0.0 < (options.softcap or 0.0) <= BOUNDED_CAP and problem.dtype != torch.float16
-    kinds = {"fold": fold, "scaled": scaled, "bounded": bounded}
+    kinds = {"fold": fold, "capped": capped, "scaled": scaled, "bounded": bounded}
     return Variant(**fields, **{name: tl.constexpr(kind) for name, kind in kinds.items()}), extra

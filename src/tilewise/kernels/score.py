@@ -31,6 +31,8 @@ PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is N
 # values, as are sums of 2**17 of them times 2**37.
 BOUNDED = tl.constexpr(20.0)
 BOUNDED_CAP = 64.0
+# Of which `bounded_weights` makes 0 by either way: what a row does not see.
+HIDDEN = tl.constexpr(-127.0)
 
 # With least largest error, tanh(x) / x as a polynomial of x² for |x| <= 1/2: x times it is off by 1.3e-7 at most.
 NEAR = tl.constexpr(0.5)
@@ -82,6 +84,8 @@ class Variant(NamedTuple):
     # Whether it is a number, `last_factor`, times what `before_factor` returns.
     scaled: Any = None
     cap: Any = None
+    # Whether a softcap is all there is.
+    capped: Any = None
     # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype; whether not even one of 2**-11 of
     # the score would, where the dtype rounds a score by 2**-9 of it.
     fine: Any = None

@@ -70,6 +70,14 @@ def _spread_signs(first: int) -> Callable[..., Any]:
     return run
 
 
+def _capped(machine: Any, args: Sequence[Any], dtype: Any) -> Any:
+    """P and dS, as `recompute.capped` says it."""
+    s, dp, lse2, delta, inverse, cap = _arrays(args)
+    tanh = np.tanh(s * inverse)
+    p = np.exp2(tanh * cap - lse2)
+    return tuple(tensor(x, tl.float32) for x in (p, (dp - delta) * p * (1 - tanh * tanh)))
+
+
 # By what a text has that no other has.
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"^mov\.b32 \$0, \$1;$": _same,
@@ -79,6 +87,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     r"prmt\.b32 .* 0xBB99": _spread_signs(1),
     r"fma\.rn\.bf16x2": _sum_of_zeros(tl.bfloat16),
     r"fma\.rn\.f16x2": _sum_of_zeros(tl.float16),
+    r"mul\.rn\.f32 \$1, d, t": _capped,
     r"ld\.acquire\.gpu": _await,
     r"red\.release\.gpu": _pass_on,
 }
