@@ -123,13 +123,27 @@ def test_shipped_tile(elsewhere: None, head_dim: int, options: dict[str, Any]) -
         assert [loops.digest(loop) for loop in found] == budgets.LOOPS[head_dim]
 
 
-@pytest.mark.parametrize("causal", [False, True] if ALL else [False])
-def test_tile_of_long_rows(elsewhere: None, causal: bool) -> None:
+LONG_ROWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "full": dict,
+    "causal": lambda: {"causal": True},
+    "softcap": lambda: {"causal": True, "softcap": 30.0},
+    "alibi": lambda: {"causal": True, "alibi_slopes": torch.ones(4)},
+}
+
+
+@pytest.mark.parametrize("name", LONG_ROWS if ALL else ["full"])
+def test_tile_of_long_rows(elsewhere: None, name: str) -> None:
     q, k = (torch.empty(1, 16384, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
     with catching(90) as caught:
-        hopper.forward(*prepare(q, k, k, causal=causal)[:2])
+        hopper.forward(*prepare(q, k, k, **LONG_ROWS[name]())[:2])
     (kernel,) = caught
-    check_budget(kernel, loops_of(kernel, 64, consumers=3), budgets.of(budgets.LONG_ROWS[causal]))
+    check_budget(kernel, loops_of(kernel, 64, consumers=3), budgets.of(budgets.LONG_ROWS[name]))
+
+
+@pytest.mark.parametrize("rows, options", [(128, {"dropout_p": 0.1}), (192, {"softcap": 30.0}), (192, {})])
+def test_long_rows_take_three_consumers_where_registers_last(rows: int, options: dict[str, Any]) -> None:
+    q = torch.empty(1, 16384, 4, 64, dtype=torch.bfloat16, device="meta")
+    assert variants.tile_of(prepare(q, q, q, causal=True, **options)[0]).block_m == rows
 
 
 def _bend(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

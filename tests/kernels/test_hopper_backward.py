@@ -181,10 +181,11 @@ def test_what_is_left_to_others_is_said() -> None:
 
 
 def test_what_others_do_better_is_left_to_them() -> None:
-    slow = {"dropout_p": 0.1, "dropout_seed": 1}
+    drops: dict[str, Any] = {"dropout_p": 0.1, "dropout_seed": 1}
+    slow = drops | {"causal": True}
     assert declined(**slow) == []
     assert dispatch.choose(on_hopper(**slow), "backward") == "triton"
-    for better in (on_hopper(**slow, backend="hopper"), on_hopper(**slow, head_dim=72)):
+    for better in (on_hopper(**slow, backend="hopper"), on_hopper(**slow, head_dim=72), on_hopper(**drops)):
         assert dispatch.choose(better, "backward") == "hopper"
     assert dispatch.choose(on_hopper(**slow)) == "hopper"
     # Where nobody else can, a drawback is no reason to refuse.

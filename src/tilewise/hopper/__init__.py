@@ -13,6 +13,7 @@ from .. import errors
 from ..kernels import compiled
 from ..kernels.replay import Repeated, Tape
 from ..kvcache import CacheInputs, CacheProblem
+from ..masks import Full
 from ..problem import Inputs, Problem
 from ..tiles import TileConfig
 
@@ -64,10 +65,11 @@ def unsupported_reasons(problem: Problem, pass_: str = "forward") -> list[str]:
 def drawback(problem: Problem, pass_: str = "forward") -> str | None:
     """Why a backend that comes later serves a pass better, or None."""
     narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    if pass_ == "forward" or not (narrow and problem.has_dropout):
+    masked = problem.packed or not isinstance(problem.options.mask, Full)
+    if pass_ == "forward" or not (narrow and masked and problem.has_dropout):
         return None
-    # Here is no room for Philox beside all gradients.
-    return "Triton's backward pass with dropout is faster up to head dim 64"
+    # Here is no room for Philox and masks beside all gradients.
+    return "Triton's backward pass with dropout and a mask, or packed, is faster up to head dim 64"
 
 
 def tile(problem: Problem, pass_: str) -> TileConfig:

@@ -234,12 +234,14 @@ def gather(
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
         if not EARLY:
             lse = smem.lse.index(do_stage).load(ROW)
-        delta = smem.delta.index(do_stage).load(ROW)[None, :]
         if variant.capped and variant.seed is None and (variant.rough or not variant.fine):
+            delta = smem.delta.index(do_stage).load(ROW)[None, :]
             p, ds = capped(s, dp, lse[None, :], delta, own, rows, keys, m0, masked, band, variant, extra, shape)
             p32 = packed(p, dtype)
         else:
             s, chain = exponents(s, lse[None, :], own, rows, keys, m0, io, variant, extra, shape, False)
+            # Only now, for want of registers.
+            delta = smem.delta.index(do_stage).load(ROW)[None, :]
             if variant.seed is None:
                 p, dp = weights_and_rest(s, dp - delta, own, rows, keys, m0, masked, band, variant, extra, shape)
                 p32 = packed(p, dtype)

@@ -95,8 +95,9 @@ def capped(s, dp, lse2, delta, own, rows, keys, first, masked, band, variant, ex
     """
     INSTRUCTIONS: gl.constexpr = CAPPED_ROUGH if variant.rough else CAPPED
     given = [s, dp, lse2, delta, variant.scale / variant.cap, variant.cap * score.LOG2E]
-    types: gl.constexpr = (gl.float32, gl.float32)
-    p, ds = gl.inline_asm_elementwise(INSTRUCTIONS, "=f,=f,f,f,f,f,f,f", given, dtype=types, is_pure=False, pack=1)
+    p, ds = gl.inline_asm_elementwise(
+        INSTRUCTIONS, "=f,=f,f,f,f,f,f,f", given, dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+    )
     if masked:
         seen = which(own, rows, keys, first, band, variant, extra, shape, False)
         if shape.CLEAN:
