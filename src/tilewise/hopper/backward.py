@@ -234,7 +234,7 @@ def gather(
         rows = (m0 + gl.arange(0, shape.BLOCK_M, ROW))[None, :]
         if not EARLY:
             lse = smem.lse.index(do_stage).load(ROW)
-        if variant.capped and variant.seed is None and (variant.rough or not variant.fine):
+        if variant.capped:
             delta = smem.delta.index(do_stage).load(ROW)[None, :]
             p, ds = capped(s, dp, lse[None, :], delta, own, rows, keys, m0, masked, band, variant, extra, shape)
             p32 = packed(p, dtype)

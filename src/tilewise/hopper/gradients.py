@@ -268,8 +268,9 @@ def _variant(call: Call, tile: TileConfig, transposed: bool) -> tuple[Variant, t
     saved of instructions goes into spills (docs/tuning.md).
     """
     variant, extra = call.variant(tile, transposed=transposed)
-    more = not (_apart(call.problem) or (variant.capped.value and not call.problem.has_dropout))
-    return (variant._replace(rough=gl.constexpr(False)) if more and variant.rough is not None else variant), extra
+    if variant.rough is not None and not (variant.capped.value or _apart(call.problem)):
+        variant = variant._replace(rough=gl.constexpr(False))
+    return variant, extra
 
 
 def _shape(problem: Problem, variant: Variant, band: tuple[Any, ...], tile: TileConfig) -> Shape:

@@ -109,10 +109,10 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
         "scale": problem.softmax_scale,
         "cap": options.softcap,
     }
+    rough = problem.dtype == torch.bfloat16
+    fine = problem.dtype.itemsize > 2 or (options.softcap or 0.0) > _COARSE_CAP
     if options.softcap is not None:
-        fine = problem.dtype.itemsize > 2 or options.softcap > _COARSE_CAP
         fields["fine"] = tl.constexpr(fine)
-        rough = problem.dtype == torch.bfloat16
         fields["rough"] = tl.constexpr(rough)
         fields["near"] = tl.constexpr(not (fine or rough) and _near(problem, options.softcap))
     if options.score_mod is not None:
@@ -130,8 +130,8 @@ def _base(problem: Problem, inputs: Inputs) -> tuple[Variant, tuple[Any, ...]]:
         fields |= {"cut": float(cut.number), "drops": tl.constexpr(cut.drops)}
     scaled = fields.keys().isdisjoint(("mod", "bias"))
     alone = scaled and "slopes" not in fields
-    capped = alone and options.softcap is not None
-    fold = alone and not capped
+    fold = alone and options.softcap is None
+    capped = alone and not fold and "seed" not in fields and (rough or not fine)
     bounded = alone and 0.0 < (options.softcap or 0.0) <= BOUNDED_CAP and problem.dtype != torch.float16
     kinds = {"fold": fold, "capped": capped, "scaled": scaled, "bounded": bounded}
     return Variant(**fields, **{name: tl.constexpr(kind) for name, kind in kinds.items()}), extra

@@ -84,7 +84,7 @@ class Variant(NamedTuple):
     # Whether it is a number, `last_factor`, times what `before_factor` returns.
     scaled: Any = None
     cap: Any = None
-    # Whether a softcap is all there is.
+    # Whether a softcap that is `rough`, or not `fine`, is all that lies between product and weight.
     capped: Any = None
     # Whether an error of 3e-7 of the cap would show beside that of the inputs' dtype; whether not even one of 2**-11 of
     # the score would, where the dtype rounds a score by 2**-9 of it.
