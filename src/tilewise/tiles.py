@@ -67,7 +67,7 @@ TABLE: dict[tuple[str, str, str, str, int], TileConfig] = {
     ("hopper", "dk", ANY, "16bit", 256): TileConfig(64, 128, 8, 2),
     ("hopper", "dv", ANY, "16bit", 256): TileConfig(64, 128, 8, 2),
     ("hopper", "decode 64", ANY, "16bit", 64): TileConfig(64, 128, 4, 3, programs=2),
-    ("hopper", "decode 64", ANY, "16bit", 128): TileConfig(64, 64, 4, 3, programs=2),
+    ("hopper", "decode 64", ANY, "16bit", 128): TileConfig(64, 64, 4, 2, programs=2),
     ("hopper", "decode 64", ANY, "16bit", 256): TileConfig(64, 64, 4, 3, programs=1),
     ("hopper", "decode 128", ANY, "16bit", 64): TileConfig(128, 128, 4, 4, programs=1),
     ("hopper", "decode 128", ANY, "16bit", 128): TileConfig(128, 128, 4, 3, programs=1),

@@ -212,9 +212,8 @@ def test_caches_that_tma_cannot_address() -> None:
 
 
 def test_bytes_under_way_outlast_the_latency_of_memory() -> None:
-    """Beside the tile that is multiplied, a multiprocessor's rings hold what 4.5 TB/s bring in 2 µs to each of 132."""
+    """A multiprocessor's rings hold what was measured to be enough, and as fast as twice that (docs/tuning.md)."""
     for head_dim in (64, 128, 256):
         tile = lookup("hopper", "decode 64", torch.bfloat16, head_dim)
-        ahead = tile.programs * (tile.num_stages - 1) * tile.block_n * 2 * head_dim * 2
-        assert ahead >= 4.5e12 * 2e-6 / 132
+        assert tile.programs * tile.num_stages * tile.block_n * 2 * head_dim * 2 >= 96 << 10
         assert math.log2(tile.block_n).is_integer() and 128 % tile.block_n == 0
