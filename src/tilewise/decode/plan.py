@@ -11,8 +11,8 @@ Two ways to cut, both from sizes and lengths alone, so a plan is computed on the
 - *Balanced*: all tiles in a row, item after item, are cut into as many runs as there are programs, or tiles if those
   are fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one
   moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Nor is any, where the
-  items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`): then there
-  is nothing to merge. Items of equal length are cut into equal parts, as many as there are programs for, if hardly any
+  items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`,
+  `WHOLE_EXCESS`): then there is nothing to merge. Items of equal length are cut into equal parts, as many as there are programs for, if hardly any
   is left without: each then begins once, and not in the middle of its work again. Piece of program p: slot
   ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the one
   it ends with, hence two slots.
@@ -32,8 +32,10 @@ from ..kvcache import SPLIT_UNIT, CacheProblem, Lengths, Static, key_range
 
 # Columns of `WorkList.pieces`.
 SEQUENCE, ROW_TILE, HEAD, KEY_LO, KEY_HI, SLOT = range(6)
-# No item is cut if the busiest program then has at most an nth more than an even share; merging costs as much.
+# No item is cut if the busiest program then has at most an nth more than an even share, and at most so many tiles:
+# merging costs as much.
 WHOLE_COST = 12
+WHOLE_EXCESS = 8
 # In the column SLOT: the piece is its whole item, which goes straight to the output.
 WHOLE = -1
 
@@ -220,7 +222,8 @@ def _bounds(plan: Plan, items: Items, begins: torch.Tensor, ends: torch.Tensor) 
     even = torch.where((items.tiles[owner] <= plan.whole) & (raw < total), nearer, raw)
     # Or each program has the same number of items, of those that there are.
     each = -(-there // plan.programs)
-    alike = WHOLE_COST * each * longest * plan.programs <= (WHOLE_COST + 1) * total
+    excess = each * longest * plan.programs - total
+    alike = (WHOLE_COST * excess <= total) & (excess <= WHOLE_EXCESS * plan.programs)
     item = torch.searchsorted(rank, program * each, right=True)
     return torch.where(alike, torch.cat([begins, ends[-1:]])[item], even)
 

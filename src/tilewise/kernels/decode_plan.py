@@ -21,8 +21,9 @@ BY_SIZE = tl.constexpr(1)
 BY_NUMBER = tl.constexpr(2)
 # `kvcache.SPLIT_UNIT`, as a kernel may name it.
 SPLIT_UNIT = tl.constexpr(128)
-# `decode.plan.WHOLE_COST`.
+# `decode.plan.WHOLE_COST` and `decode.plan.WHOLE_EXCESS`.
 WHOLE_COST = tl.constexpr(12)
+WHOLE_EXCESS = tl.constexpr(8)
 # Groups that a program looks at in one go.
 CHUNK = tl.constexpr(128)
 
@@ -123,7 +124,8 @@ def _units(g, slots, limits, work, shape, left, right):
 def _items_each(total, longest, items, programs):
     """How many whole items a program has, if that is not much more than an even share; else 0."""
     each = tl.cdiv(items, programs)
-    alike = WHOLE_COST * each * longest.to(tl.int64) * programs <= (WHOLE_COST + 1) * total.to(tl.int64)
+    excess = each * longest.to(tl.int64) * programs - total
+    alike = (WHOLE_COST * excess <= total) & (excess <= WHOLE_EXCESS * programs)
     return tl.where(alike, each, 0)
 
 

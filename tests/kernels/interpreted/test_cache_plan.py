@@ -72,6 +72,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "uneven": {"used": (1000, 3, 0, 170, 64)},
     "alike": {"used": (640,) * 5},
     "nearly alike": {"used": (640, 600, 0, 620, 640, 630, 610, 590, 0, 625, 640)},
+    "alike and long": {"used": (1000,) * 29},
     "equal": {"used": (1000,) * 3, "programs": 13},
     "one": {"used": (1000,)},
     "nothing": {"used": (0, 0)},
