@@ -41,6 +41,7 @@ KINDS = {
     "packed": Kind({"causal": True}, packed=True),
     "grouped": Kind({"causal": True}, heads_kv=2),
     "dropout": Kind({"dropout_p": 0.1}),
+    "softcap": Kind({"causal": True, "softcap": 30.0}),
 }
 # Head dims at which Hopper has all gradients from one kernel, and all that have a tile of their own.
 TOGETHER, HEAD_DIMS = (64, 128), (64, 128, 256)
