@@ -12,10 +12,10 @@ Two ways to cut, both from sizes and lengths alone, so a plan is computed on the
   are fewer; they differ by one tile at most (stream-K). Items of at most `whole` tiles are never cut: a cut inside one
   moves to its nearer end (the adaptive rule of Flash-Decoding++: short contexts are not split). Nor is any, where the
   items are so alike that programs with the same number of whole ones have little more to do (`WHOLE_COST`,
-  `WHOLE_EXCESS`): then there is nothing to merge. Items of equal length are cut into equal parts, as many as there are programs for, if hardly any
-  is left without: each then begins once, and not in the middle of its work again. Piece of program p: slot
-  ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts with and the one
-  it ends with, hence two slots.
+  `WHOLE_EXCESS`): then there is nothing to merge. Items of equal length are cut into equal parts, as many as there are
+  programs for, if hardly any is left without: each then begins once, and not in the middle of its work again. Piece of
+  program p: slot ``2 p + 1`` if it is its item's first, else ``2 p``. A program cuts at most the item that it starts
+  with and the one it ends with, hence two slots.
 - *Fixed*: each item into parts of its own, by `split_size` or `num_splits` (`parts`); slot ``item · splits + part``.
 
 Source: Osama et al., "Stream-K" (2023); LeanAttention (Sanovar et al., 2024); Flash-Decoding++ (Hong et al., 2023).
