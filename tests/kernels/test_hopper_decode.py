@@ -212,8 +212,12 @@ def test_caches_that_tma_cannot_address() -> None:
 
 
 def test_bytes_under_way_outlast_the_latency_of_memory() -> None:
-    """A multiprocessor's rings hold what was measured to be enough, and as fast as twice that (docs/tuning.md)."""
+    """Beside the tile that is multiplied, a multiprocessor's rings hold as much as makes no more faster.
+
+    These 64 KiB, in one program or two, were measured beside 128 (docs/tuning.md).
+    """
     for head_dim in (64, 128, 256):
         tile = lookup("hopper", "decode 64", torch.bfloat16, head_dim)
-        assert tile.programs * tile.num_stages * tile.block_n * 2 * head_dim * 2 >= 96 << 10
+        ahead = tile.programs * (tile.num_stages - 1) * tile.block_n * 2 * head_dim * 2
+        assert ahead >= 64 << 10
         assert math.log2(tile.block_n).is_integer() and 128 % tile.block_n == 0

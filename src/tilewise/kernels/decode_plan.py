@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .. import kvcache
+from ..decode import plan
 from . import cache
 from .score import Span
 
@@ -19,11 +21,10 @@ from .score import Span
 BALANCED = tl.constexpr(0)
 BY_SIZE = tl.constexpr(1)
 BY_NUMBER = tl.constexpr(2)
-# `kvcache.SPLIT_UNIT`, as a kernel may name it.
-SPLIT_UNIT = tl.constexpr(128)
-# `decode.plan.WHOLE_COST` and `decode.plan.WHOLE_EXCESS`.
-WHOLE_COST = tl.constexpr(12)
-WHOLE_EXCESS = tl.constexpr(8)
+# Numbers of the plan on the host, as a kernel may name them.
+SPLIT_UNIT = tl.constexpr(kvcache.SPLIT_UNIT)
+WHOLE_COST = tl.constexpr(plan.WHOLE_COST)
+WHOLE_EXCESS = tl.constexpr(plan.WHOLE_EXCESS)
 # Groups that a program looks at in one go.
 CHUNK = tl.constexpr(128)
 
